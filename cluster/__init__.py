@@ -1,0 +1,1 @@
+"""Sites and the launcher: the only part that talks to a scheduler."""

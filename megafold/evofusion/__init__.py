@@ -1,0 +1,1 @@
+"""EvoFusion: normalisation, projections, gates and products around the attention, fused."""

@@ -1,0 +1,1 @@
+"""FLOPs, time, memory and device peaks."""

@@ -1,0 +1,1 @@
+"""The stock model with its computation replaced: optimize(model, plan) and restore(model)."""

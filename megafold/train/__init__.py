@@ -1,0 +1,1 @@
+"""The trainer: configuration, step, loop, checkpoints."""

@@ -1,0 +1,24 @@
+"""Fixtures and collection rules shared by every test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder with the structures 209d, 721p and 7a4d (mmcif/, msa/, templates/), which the project does not ship."""
+    folder = REPOSITORY.parent / "shared" / "data" / "pdb"
+    if not folder.is_dir():
+        pytest.skip("the extra structures 209d, 721p and 7a4d are not beside this checkout")
+    return folder
