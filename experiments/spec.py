@@ -1,7 +1,7 @@
 """What is measured: a Sweep (one YAML file) resolves to Comparisons, and a Comparison to one Point for each contender.
 
-A Point is a frozen, fully resolved description of one measurement. A Comparison is the set of Points of one shape, whose
-contenders are measured in one job on one device, visited A B A B. This module loads neither torch nor the model.
+A Point is a frozen, fully resolved description of one measurement. A Comparison is the set of Points of one shape,
+whose contenders are measured in one job on one device, visited A B A B. This module loads neither torch nor the model.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 DATA = ("synthetic", "cache")
 MODES = ("measured", "emulated")
 
-# Shape keys by kind of measurement, with their defaults (None: must be given). Counts, so positive integers; 0 is allowed
-# where it means "without".
+# Shape keys by kind of measurement, with their defaults (None: must be given). Counts, so positive integers; 0 is
+# allowed where it means "without".
 SHAPE_KEYS: dict[str, dict[str, int | None]] = {
     "iteration": {"n_tokens": None, "atoms_per_token": 8, "msa_depth": 512, "templates": 1, "batch_size": 1},
     "kernel": {"n_tokens": None, "batch_size": 1, "rows": 0, "heads": 4, "head_dim": 32, "width": 128},
@@ -253,7 +253,8 @@ def _contenders(path: Path, content: Any, providers: Sequence[str]) -> tuple[Con
             raise InputError(path, f"{where}.{sorted(unknown)[0]}", "unknown key; allowed: provider, plan")
         provider = entry.get("provider", name)
         if provider not in providers:
-            raise InputError(path, f"{where}.provider", f"unknown provider {provider!r}; there are {', '.join(providers)}")
+            problem = f"unknown provider {provider!r}; there are {', '.join(providers)}"
+            raise InputError(path, f"{where}.provider", problem)
         plan = _mapping(path, f"{where}.plan", entry.get("plan", {}))
         Plan.from_mapping(plan, file=f"{path}: {where}.plan")
         found.append(Contender(str(name), provider, tuple(sorted(plan.items()))))
@@ -319,15 +320,17 @@ def _override(path: Path, content: dict[str, Any], setting: str) -> dict[str, An
         present = _mapping(path, "contenders", content.get("contenders", {}))
         for name in _listed(value):
             if name not in present:
-                raise InputError("--set", key, f"{name!r} is not a contender of {path.stem}; there are {', '.join(present)}")
+                problem = f"{name!r} is not a contender of {path.stem}; there are {', '.join(present)}"
+                raise InputError("--set", key, problem)
         return {**content, "contenders": {name: present[name] for name in _listed(value)}}
     keys = SHAPE_KEYS.get(content.get("what", ""), {})
     nested = "shape" if key in keys else "protocol" if key in {entry.name for entry in fields(Protocol)} else ""
     if nested:
         return _merged(content, {nested: {key: value}})
-    if key not in {entry.name for entry in fields(Setting)} - {"sweep", "what", "shape", "protocol"}:
-        axes = "workload, model, data, variant, dtype, sp, dp, seed, mode, contenders, visits, warmup, repeats, timeout_s"
-        raise InputError("--set", key, f"unknown key; allowed: {', '.join(keys)}, {axes}")
+    axes = [entry.name for entry in fields(Setting) if entry.name not in ("sweep", "what", "shape", "protocol")]
+    if key not in axes:
+        allowed = ", ".join([*keys, *axes, "contenders", *(entry.name for entry in fields(Protocol))])
+        raise InputError("--set", key, f"unknown key; allowed: {allowed}")
     return {**content, key: value}
 
 
