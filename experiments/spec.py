@@ -142,6 +142,12 @@ class Sweep:
     description: str
     comparisons: tuple[Comparison, ...]
 
+    @property
+    def needs_cache(self) -> bool:
+        """Whether some comparison reads structures from an EvoPipe cache."""
+        settings = [comparison.setting for comparison in self.comparisons]
+        return any(setting.data == "cache" or setting.what == "data_pipeline" for setting in settings)
+
 
 def sweep_names() -> tuple[str, ...]:
     """The sweeps that the project ships, by name."""
