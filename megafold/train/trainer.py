@@ -1,0 +1,196 @@
+"""One training step: forward, backward, gradient clipping and the optimizer, on one device.
+
+The measurements of the suite call exactly this step, for every contender, so it holds nothing that is not training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megafold.metrics.timing import Timer
+from megafold.train.optimizer import OptimizerSettings
+
+if TYPE_CHECKING:
+    from megafold.metrics.timing import Mark
+
+
+class StepResult:
+    """What one step did. Numbers stay on the device until they are read, so that a step adds no wait of its own.
+
+    Attributes:
+        skipped: the loss or the gradient norm was not finite, and the weights were left as they were.
+        learning_rate: of this step.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: Tensor,
+        breakdown: Mapping[str, Tensor],
+        grad_norm: Tensor,
+        skipped: bool,
+        learning_rate: float,
+        timer: Timer,
+        marks: tuple[Mark, Mark, Mark, Mark],
+    ) -> None:
+        self.skipped, self.learning_rate = skipped, learning_rate
+        self._loss, self._breakdown, self._grad_norm = loss, breakdown, grad_norm
+        self._timer, self._marks = timer, marks
+
+    @cached_property
+    def loss(self) -> float:
+        return float(self._loss)
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """Norm of all gradients before clipping."""
+        return float(self._grad_norm)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """The stock model's loss terms by name (diffusion, distogram, confidence, ...), unweighted."""
+        return {name: float(value) for name, value in self._breakdown.items()}
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return self._timer.seconds(self._marks[0], self._marks[1])
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """Backward pass, with what checkpointing recomputes in it."""
+        return self._timer.seconds(self._marks[1], self._marks[2])
+
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Gradient clipping, the check for finite numbers and the update."""
+        return self._timer.seconds(self._marks[2], self._marks[3])
+
+    @cached_property
+    def seconds(self) -> float:
+        """The whole step: forward, backward and optimizer."""
+        return self._timer.seconds(self._marks[0], self._marks[3])
+
+
+class Trainer:
+    """Holds a model and its optimizer on one device and takes steps.
+
+    Args:
+        model: an `alphafold3_pytorch.Alphafold3`, optimised or not, or any module that returns ``(loss, breakdown)``
+            when called with ``return_loss_breakdown=True``. It is moved to ``device`` and put into training mode.
+        settings: of the optimizer and its schedule.
+        device: where the step runs; by default where the model is.
+        dtype: of autocast: bfloat16 on a GPU and float32 (no autocast) on a CPU by default. Weights, gradients and
+            optimizer state stay float32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.settings = settings or OptimizerSettings()
+        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        on_gpu = self.device.type == "cuda"
+        self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
+        self.model = model.to(self.device).train()
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=self.settings.rate(0),
+            betas=(self.settings.beta1, self.settings.beta2),
+            eps=self.settings.eps,
+            weight_decay=self.settings.weight_decay,
+            fused=on_gpu,
+            foreach=None if on_gpu else False,
+        )
+        self.timer = Timer(self.device)
+        self.steps = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+
+    def step(self, batch: Mapping[str, Any]) -> StepResult:
+        """Train on one batch: keyword arguments of the forward, copied to the device where they are elsewhere.
+
+        A loss or gradient norm that is not finite changes no weight and no optimizer state; the step still counts in
+        ``steps`` (and so in the schedule), and in ``skipped`` and ``skipped_in_a_row``. Out of memory is raised as it
+        comes, after the gradients of the broken step are dropped; the weights are then as they were before it.
+        """
+        inputs = {name: _to(value, self.device) for name, value in batch.items()}
+        rate = self.settings.rate(self.steps)
+        start = self.timer.mark()
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with self._autocast():
+                loss, breakdown = self.model(**inputs, return_loss_breakdown=True)
+            after_forward = self.timer.mark()
+            loss.backward()
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        after_backward = self.timer.mark()
+        loss = loss.detach()
+        breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm).detach()
+        # The only read of a device number in a step: an update with NaN in it would be lost silently.
+        skipped = not math.isfinite(float(loss + grad_norm))
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        end = self.timer.mark()
+        self.steps += 1
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        return StepResult(
+            loss=loss,
+            breakdown=breakdown,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            learning_rate=rate,
+            timer=self.timer,
+            marks=(start, after_forward, after_backward, end),
+        )
+
+    def offload(self) -> None:
+        """Drop the gradients and move weights and optimizer state to host memory, to leave the device to another."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._move("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Bring weights and optimizer state back to the device after :meth:`offload`."""
+        self._move(self.device)
+
+    def persistent_bytes(self) -> int:
+        """Bytes of weights, buffers, gradients (as large as the trained weights) and optimizer state after a step."""
+        kept = [*self.model.parameters(), *self.model.buffers(), *self.parameters]
+        kept += [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    def _move(self, device: torch.device | str) -> None:
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value):
+                    state[name] = value.to(device)
+
+    def _autocast(self):
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if torch.is_tensor(value) else value

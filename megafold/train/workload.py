@@ -1,0 +1,38 @@
+"""What one training step does: with or without the confidence head, and how often the trunk is recycled.
+
+``core``: no confidence labels, one pass of the trunk. ``full``: with them (rollouts and confidence head at every step).
+``as_published``: confidence labels at every tenth step, and one to four passes of the trunk, drawn for each step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+WORKLOADS = ("core", "full", "as_published")
+CONFIDENCE_LABELS = ("atom_indices_for_frame", "resolution", "resolved_labels", "valid_atom_indices_for_frame")
+CONFIDENCE_EVERY = 10
+MAX_RECYCLES = 4
+
+
+def has_confidence(workload: str, step: int) -> bool:
+    """Whether step number ``step`` (from 0) of ``workload`` runs the confidence head."""
+    return workload == "full" or (workload == "as_published" and step % CONFIDENCE_EVERY == 0)
+
+
+def recycles(workload: str, step: int, seed: int = 0) -> int:
+    """Passes of the trunk at step ``step``: a function of step and seed alone, so a resumed run draws the same."""
+    if workload != "as_published":
+        return 1
+    return random.Random(f"{seed}/{step}").randint(1, MAX_RECYCLES)
+
+
+def arrange(batch: Mapping[str, Any], workload: str, step: int, seed: int = 0) -> dict[str, Any]:
+    """The keyword arguments of `Alphafold3.forward` for this step: labels dropped where the workload has none."""
+    if workload not in WORKLOADS:
+        raise ValueError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
+    keep = has_confidence(workload, step)
+    arranged = {name: value for name, value in batch.items() if keep or name not in CONFIDENCE_LABELS}
+    arranged["num_recycling_steps"] = recycles(workload, step, seed)
+    return arranged
