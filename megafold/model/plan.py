@@ -1,0 +1,55 @@
+"""Which parts of a model MegaFold computes itself: one switch per part, so that a sweep can ablate each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from megafold.errors import InputError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The switches of :func:`megafold.model.optimize.optimize`.
+
+    Attributes:
+        shared_conditioning: what the augmentations of the diffusion module have in common (pair conditioning, attention
+            biases of the token transformer, atom and atom-pair features before noise enters) is computed once a
+            structure and broadcast, instead of once an augmentation.
+        sdpa: attention goes through ``torch.nn.functional.scaled_dot_product_attention``.
+        evoflash3d: triangle, single and token attention go through :func:`megafold.evoflash3d.api.evoflash3d`; what
+            that kernel cannot express stays with ``sdpa`` (if on) or with the stock code.
+    """
+
+    shared_conditioning: bool = True
+    sdpa: bool = True
+    evoflash3d: bool = False
+
+    @classmethod
+    def none(cls) -> Plan:
+        """The stock model: every switch off."""
+        return cls(**{field.name: False for field in fields(cls)})
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any] | None, file: str = "plan") -> Plan:
+        """A plan from the ``plan:`` section of a configuration; what is left out keeps its default.
+
+        Raises:
+            InputError: for an unknown switch or a value that is not true or false; ``file`` names where it came from.
+        """
+        if mapping is None:
+            return cls()
+        if not isinstance(mapping, Mapping):
+            raise InputError(file, "", f"found {mapping!r}, expected a mapping of switches to true or false")
+        known = [field.name for field in fields(cls)]
+        for key, value in mapping.items():
+            if key not in known:
+                raise InputError(file, str(key), f"unknown switch; known: {', '.join(known)}")
+            if not isinstance(value, bool):
+                raise InputError(file, str(key), f"found {value!r}, expected true or false")
+        return cls(**mapping)
+
+    def as_dict(self) -> dict[str, bool]:
+        """Every switch by name, for records and reports; ``Plan.from_mapping`` takes it back."""
+        return asdict(self)
