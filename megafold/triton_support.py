@@ -1,0 +1,94 @@
+"""What Triton can do on a device: whether kernels run there, the architecture's name, its launch configurations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import torch
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942")
+"""Architectures with a shipped table of launch configurations."""
+
+
+@functools.cache
+def triton_problem() -> str | None:
+    """Why no Triton kernel can run in this process whatever the device, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether this project's Triton kernels run on `device`."""
+    return device.type == "cuda" and triton_problem() is None and _capability_problem(device.index) is None
+
+
+def why_not(device: torch.device) -> str | None:
+    """One line for a user: why the reference runs instead of the kernels on `device`; None where the kernels run."""
+    if device.type != "cuda":
+        return f"no Triton backend for device type {device.type!r}: the chunked PyTorch reference runs"
+    problem = triton_problem() or _capability_problem(device.index)
+    return None if problem is None else f"{problem}: the chunked PyTorch reference runs"
+
+
+@functools.cache
+def architecture(device_index: int | None = None) -> str:
+    """Name of a visible device's architecture: "sm_90", "gfx90a", ..."""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device_index).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}"
+
+
+@functools.cache
+def multiprocessors(device_index: int | None = None) -> int:
+    """Number of streaming multiprocessors (compute units on AMD) of a visible device."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def table_architecture(name: str) -> str:
+    """The shipped table that serves an architecture: its own, or the nearest one of the same vendor."""
+    if name in ARCHITECTURES:
+        return name
+    if name.startswith("gfx"):
+        return "gfx942" if name.startswith("gfx95") else "gfx90a"
+    generation = int(name.removeprefix("sm_"))
+    return "sm_100" if generation in range(100, 110) else "sm_90" if generation == 90 else "sm_80"
+
+
+@functools.cache
+def load_table(package: str, arch: str) -> dict:
+    """The table of launch configurations of a kernel package for an architecture.
+
+    With `MEGAFOLD_TABLES=DIR`, a table that `megafold tune` wrote to DIR/<package>/<arch>.json comes first.
+
+    Args:
+        package: name under megafold/, such as "evoflash3d". arch: a name from `architecture`.
+    """
+    arch = table_architecture(arch)
+    own = os.environ.get("MEGAFOLD_TABLES")
+    if own and (path := Path(own) / package / f"{arch}.json").is_file():
+        return json.loads(path.read_text())
+    return json.loads((Path(__file__).parent / package / "tables" / f"{arch}.json").read_text())
+
+
+def float32_precision() -> str:
+    """`input_precision` of a Triton fp32 dot: "tf32" where PyTorch may use TF32 for matrix products, else "ieee"."""
+    if torch.version.hip:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@functools.cache
+def _capability_problem(device_index: int | None) -> str | None:
+    if torch.version.hip:
+        name = architecture(device_index)
+        return (
+            None if name.startswith(("gfx90a", "gfx94", "gfx95")) else f"{name} is not supported (gfx90a or newer is)"
+        )
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return None if major >= 8 else f"compute capability {major}.{minor} is not supported (8.0 or newer is)"
