@@ -24,7 +24,7 @@ demo: $(STAMP)
 	  $(addprefix $(CURDIR)/results/$(SITE)/,report.html tables figures notebooks records)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
