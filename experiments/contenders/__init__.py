@@ -1,0 +1,1 @@
+"""The contenders' sessions, one file for each kind of measurement. They load torch; `experiments.providers` does not."""

@@ -1,0 +1,208 @@
+"""Comparisons to Records: all contenders of a shape in one job, visited A B A B, each in a process of its own.
+
+This module and its process load neither torch nor the model; the workers do.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.pool import Pool
+from experiments.provenance import now, software, vendor_here
+from experiments.record import Metric, Record, read_record, record_path, write_record
+from experiments.spec import Comparison, Contender, Point
+from megafold.errors import InputError
+
+# A record with one of these is a result and is kept; the others are measured again.
+SETTLED = ("ok", "oom", "timeout", "unsupported")
+
+
+def measure(
+    comparisons: Sequence[Comparison],
+    records: Path,
+    *,
+    cache: Path | None,
+    logs: Path,
+    command: str,
+    force: bool = False,
+    device: str = "auto",
+) -> list[Record]:
+    """Measure what has no result yet and write one record for each point.
+
+    A worker that runs out of memory, crashes or hangs is a record, and the next comparison gets a new one. A record is
+    kept, and not measured again, when it is settled ("ok", "oom", "timeout", "unsupported") and belongs to the same
+    comparison: beside other contenders the point is another measurement.
+
+    Args:
+        comparisons: in the order in which they run; workers are reused over all of them.
+        records: folder results/<site>/records.
+        cache: EvoPipe cache, for points on real structures.
+        logs: folder for the workers' logs.
+        command: the command line, for provenance.
+        force: measure everything again. A worse outcome still does not replace a better record.
+        device: "auto" (a GPU where there is one), "cpu" or "cuda".
+
+    Returns:
+        The outcome of every point, in order: just measured, or kept.
+
+    Raises:
+        InputError: where a point needs a cache and there is none.
+    """
+    _check_cache(comparisons, cache)
+    todo = [(comparison, _unsettled(comparison, records, force)) for comparison in comparisons]
+    static = software(command)
+    results: dict[tuple[str, str], Record] = {}
+    with _terminable(), Pool(Path(logs), device) as pool, _Progress(todo) as progress:
+        for number, (comparison, points) in enumerate(todo):
+            later = [(other.setting.what, point.contender) for other, left in todo[number:] for point in left]
+            pool.keep(later)
+            run = _Run(comparison, points, pool, cache, static, records, progress)
+            results |= {(comparison.id, record.point.id): record for record in run.records()}
+    kept = [
+        results.get((comparison.id, point.id)) or read_record(record_path(records, point))
+        for comparison in comparisons
+        for point in comparison.points
+    ]
+    return kept
+
+
+class _Run:
+    """One comparison: its contenders are set up, visited in turn, and closed; each outcome is written when it is known."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        points: Sequence[Point],
+        pool: Pool,
+        cache: Path | None,
+        static: Mapping[str, Any],
+        records: Path,
+        progress: _Progress,
+    ) -> None:
+        self._comparison, self._pool, self._cache, self._static = comparison, pool, cache, static
+        self._folder, self._progress = records, progress
+        self._points = {point.contender: point for point in points}
+        self._live = list(self._points)
+        self._hardware: dict[str, Any] = {}
+        self._written: list[Record] = []
+        self._started = now()
+
+    def records(self) -> list[Record]:
+        """Measure; the records of all points that were given."""
+        if not self._points:
+            return []
+        setting, protocol = self._comparison.setting, self._comparison.setting.protocol
+        self._progress.say(f"{self._comparison.id}: starting {', '.join(c.name for c in self._live)}")
+        failed = self._pool.prepare(setting.what, self._live, protocol.timeout_s)
+        for contender in self._live:
+            if contender not in failed:
+                self._hardware = self._pool.worker(setting.what, contender).hardware or self._hardware
+        for contender, reply in failed.items():
+            self._settle(contender, reply)
+        cache = str(self._cache) if self._cache else None
+        for contender in list(self._live):
+            self._ask(contender, {"do": "open", "point": self._points[contender].as_dict(), "cache": cache})
+        for visit in range(protocol.visits):
+            for contender in list(self._live):
+                self._progress.say(f"{self._comparison.id}: {contender.name}, visit {visit + 1} of {protocol.visits}")
+                self._ask(contender, {"do": "visit", "warmup": protocol.warmup, "repeats": protocol.repeats})
+                self._progress.advance()
+        for contender in list(self._live):
+            reply = self._ask(contender, {"do": "close"})
+            if reply["status"] == "ok":
+                self._settle(contender, reply)
+        return self._written
+
+    def _ask(self, contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
+        setting = self._comparison.setting
+        reply = self._pool.worker(setting.what, contender).ask(command, setting.protocol.timeout_s)
+        if reply["status"] != "ok":
+            self._settle(contender, reply)
+        return reply
+
+    def _settle(self, contender: Contender, reply: Mapping[str, Any]) -> None:
+        self._live.remove(contender)
+        own = self._hardware
+        found = {name: value for name, value in own.items() if name != "vendor"}
+        record = Record(
+            point=self._points[contender],
+            comparison_id=self._comparison.id,
+            status=reply["status"],
+            reason=reply.get("reason", ""),
+            vendor=own.get("vendor", vendor_here()),
+            metrics={name: Metric(**metric) for name, metric in reply.get("metrics", {}).items()},
+            provenance={**self._static, **found, "started": self._started, "ended": now()},
+        )
+        write_record(record, self._folder)
+        self._written.append(record)
+        reason = f" ({record.reason})" if record.reason else ""
+        self._progress.say(f"{self._comparison.id}: {contender.name}: {record.status}{reason}")
+
+
+class _Progress:
+    """A bar of visits on a terminal, plain lines elsewhere; both on standard error."""
+
+    def __init__(self, todo: Sequence[tuple[Comparison, Sequence[Point]]]) -> None:
+        visits = sum(len(points) * comparison.setting.protocol.visits for comparison, points in todo)
+        self._bar = tqdm(total=visits, unit="visit", file=sys.stderr) if visits and sys.stderr.isatty() else None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self._bar.set_postfix_str(line, refresh=True)
+
+
+def _unsettled(comparison: Comparison, records: Path, force: bool) -> list[Point]:
+    left = []
+    for point in comparison.points:
+        try:
+            present = read_record(record_path(records, point))
+        except InputError:  # missing, or broken: as good as missing
+            present = None
+        settled = present is not None and present.status in SETTLED and present.comparison_id == comparison.id
+        if force or not settled:
+            left.append(point)
+    return left
+
+
+def _check_cache(comparisons: Sequence[Comparison], cache: Path | None) -> None:
+    for comparison in comparisons:
+        setting = comparison.setting
+        if setting.data == "cache" or setting.what == "data_pipeline":
+            if cache is None:
+                raise InputError("--cache", comparison.id, "needs an EvoPipe cache; make one with `megafold cache build`")
+            if not Path(cache).is_file():
+                raise InputError(cache, "", "no such cache; make one with `megafold cache build`")
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that the workers are ended; only the main thread can arrange that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
