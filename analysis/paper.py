@@ -1,4 +1,4 @@
-"""Our numbers and the paper's (experiments/paper.csv): what was measured, on what, and whether the two may be compared."""
+"""Our numbers and the paper's (experiments/paper.csv): what was measured on what, and whether they compare."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_paper(file: Path = PAPER) -> pd.DataFrame:
 
 
 def paper_table(records: Iterable[Record], file: Path = PAPER) -> pd.DataFrame:
-    """The paper's times and memories beside ours at the same N, one row for each of the paper's numbers that ours match.
+    """The paper's times and memories beside ours at the same N, one row for each match.
 
     `ratio` (ours over the paper's) is filled only where device, GPU count, model, workload, data and evidence are the
     paper's; elsewhere it is empty and `conditions` says what differs.

@@ -1,4 +1,4 @@
-"""Names, units and roles of what records hold: which metric is a time, which a memory, and which of them leads a table."""
+"""Names, units and roles of the metrics in records: which is a time, which a memory, and which leads a table."""
 
 from __future__ import annotations
 

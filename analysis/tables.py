@@ -1,4 +1,4 @@
-"""Tables from records: one tidy row a Point, with ratios against the baseline of the same comparison, job and device."""
+"""Tables from records: one tidy row a Point, with ratios against the baseline of the same comparison and job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from analysis.quantities import (
 )
 from experiments.record import Record
 
-# Contenders in the order in which tables and figures show them; the others follow by name.
+# Contenders in the order in which tables and figures show them; others follow by name, ours come last.
 ORDER = (
-    *("eager", "stock", "none", "compile", "sdpa", "flex", "liger", "trifast", "cuequivariance", "openfold3"),
-    *("protenix", "megafold_published", "evopipe", "cache", "cached", "evoflash3d", "megafold"),
+    *("eager", "stock", "compile", "sdpa", "trifast", "cuequivariance", "openfold3", "protenix"),
+    *("evopipe", "evoflash3d", "megafold"),
 )
+OURS = ("evopipe", "evoflash3d", "megafold")
 EMPTY = "–"
 
 
@@ -158,15 +159,16 @@ _PROVENANCE = ("vendor", "device", "hosts", "slurm_job_id", "commit", "dirty", "
 
 def _position(record: Record) -> tuple[Any, ...]:
     setting, contender = record.point.setting, record.point.contender
-    rank = ORDER.index(contender.name) if contender.name in ORDER else len(ORDER) - 3
-    order = (not is_baseline(record), sum(value for _, value in contender.plan), rank, contender.name)
+    rank = ORDER.index(contender.name) if contender.name in ORDER else len(ORDER)
+    switches = sum(value for _, value in contender.plan)
+    order = (not is_baseline(record), contender.name in OURS, switches, rank, contender.name)
     place = (setting.sweep, setting.workload, setting.model, setting.variant, setting.data, setting.dtype, setting.mode)
     return (*place, setting.sp * setting.dp, length(record), str(setting.shape), setting.seed, session(record), *order)
 
 
 def session(record: Record) -> tuple[str, ...]:
-    """What two records must share for their ratio to mean something: comparison, device, hosts, job, commit, evidence."""
-    keys = ("device", "hosts", "slurm_job_id", "commit")
+    """What two records must share for a ratio: comparison, device, job, start, commit and evidence."""
+    keys = ("device", "hosts", "slurm_job_id", "started", "commit")
     shared = [json.dumps(record.provenance.get(key), sort_keys=True, default=str) for key in keys]
     return (record.comparison_id, record.vendor, record.evidence, *shared)
 
@@ -220,7 +222,7 @@ def _why_no_ratio(rivals: Sequence[Record], same: Sequence[Record], baseline: st
         outcome = {"oom": "ran out of memory", "timeout": "timed out"}.get(same[0].status, f"is {same[0].status}")
         return f"the baseline {baseline} {outcome} at this shape"
     if rivals:
-        return f"the baseline {baseline} of this comparison was measured in another job or on another device"
+        return f"the baseline {baseline} of this comparison was measured in another run or on another device"
     return f"this comparison has no baseline {baseline}"
 
 

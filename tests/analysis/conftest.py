@@ -49,7 +49,14 @@ def build(
         Contender(name, providers.get(name, name), tuple(plans.get(name, {}).items())) for name in contenders
     )
     comparison = Comparison(chosen, rivals)
-    source = {"commit": "0123456789abcdef", "dirty": False, "hosts": 1, "slurm_job_id": None, **DEVICES[vendor]}
+    source = {
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "hosts": 1,
+        "slurm_job_id": None,
+        "started": "2026-01-01T00:00:00+00:00",
+        **DEVICES[vendor],
+    }
     records = []
     for contender in rivals:
         outcome = contenders[contender.name]
