@@ -44,16 +44,28 @@ class Shape:
 
 
 class Work(NamedTuple):
-    """FLOPs of a module, and the part of them in attention scores (Q K^T), which fused attention computes twice."""
+    """FLOPs of a module's forward.
+
+    Attributes:
+        total: all of them.
+        scores: the part in attention scores (Q K^T), which fused attention computes again in its backward.
+        kept: the part that checkpointing does not compute again: the last product of a checkpointed unit (only its
+            sum with the residual follows, which needs no saved input) and what reaches no loss.
+    """
 
     total: float
     scores: float = 0.0
+    kept: float = 0.0
 
     def plus(self, *others: Work) -> Work:
-        return Work(self.total + sum(o.total for o in others), self.scores + sum(o.scores for o in others))
+        return Work(*(sum(parts) for parts in zip(self, *others)))
 
     def times(self, factor: float) -> Work:
-        return Work(self.total * factor, self.scores * factor)
+        return Work(*(part * factor for part in self))
+
+    def keeping(self, *others: Work) -> Work:
+        """The same work, with the totals of ``others`` marked as not computed again."""
+        return self._replace(kept=self.kept + sum(other.total for other in others))
 
 
 def linear(rows: float, dim_in: float, dim_out: float) -> Work:
@@ -85,7 +97,8 @@ def pair_block(block: PairBlock, n: int) -> Work:
     multiplication = Work(12.0 * pairs * width * hidden + 2.0 * n**3 * hidden)
     attended = attention(pairs, n, width, block.tri_attn_heads, block.tri_attn_dim_head)
     attended = attended.plus(linear(pairs, width, block.tri_attn_heads))
-    return multiplication.times(2).plus(attended.times(2), transition(pairs, width))
+    work = multiplication.times(2).plus(attended.times(2), transition(pairs, width))
+    return work.keeping(linear(pairs, int(2 * width), width))
 
 
 def single_track(stack: Stack, n: int, dim: int, dim_pair: int) -> Work:
@@ -94,7 +107,8 @@ def single_track(stack: Stack, n: int, dim: int, dim_pair: int) -> Work:
     2 N^2 C H + 10 N c HD + 4 N^2 HD + 12 N c^2
     """
     attended = attention(n, n, dim, stack.heads, stack.dim_head)
-    return attended.plus(linear(n * n, dim_pair, stack.heads), transition(n, dim))
+    work = attended.plus(linear(n * n, dim_pair, stack.heads), transition(n, dim))
+    return work.keeping(linear(n, stack.heads * stack.dim_head, dim), linear(n, int(2 * dim), dim))
 
 
 def pairformer(model: Architecture, n: int, *, stack: Stack, block: PairBlock) -> Work:
@@ -174,17 +188,18 @@ def msa_module(model: Architecture, shape: Shape) -> tuple[Work, Work]:
         return Work(0.0), Work(0.0)
     n, width, hidden = shape.n_tokens, model.dim_msa, model.msa_outer_hidden
     rows, pairs, inner = depth * n, n * n, model.msa_heads * model.msa_dim_head
-    layer = linear(rows, width, 2 * hidden).plus(
-        Work(2.0 * rows * n * hidden**2),
-        linear(pairs, hidden**2, model.dim_pairwise),
-        linear(rows, width, 3 * inner),
-        linear(pairs, model.dim_pairwise, model.msa_heads),
-        Work(2.0 * rows * n * inner),
-        transition(rows, width),
-        pair_block(model.msa_pair, n),
+    to_pairs = linear(pairs, hidden**2, model.dim_pairwise)
+    outer = linear(rows, width, 2 * hidden).plus(Work(2.0 * rows * n * hidden**2), to_pairs).keeping(to_pairs)
+    averaging = linear(rows, width, 3 * inner).plus(
+        linear(pairs, model.dim_pairwise, model.msa_heads), Work(2.0 * rows * n * inner)
     )
+    update = transition(rows, width).keeping(linear(rows, int(2 * width), width))
+    layer = outer.plus(averaging, update, pair_block(model.msa_pair, n))
+    # The last layer's rows feed nothing: their averaging and transition get no gradient and are not recomputed.
+    unused = Work(averaging.total + update.total - update.kept)
+    layers = layer.times(model.msa_depth).keeping(unused)
     rest = linear(rows, model.dim_msa_inputs + model.dim_additional_msa_feats, width)
-    return layer.times(model.msa_depth), rest.plus(linear(n, model.dim_single, width))
+    return layers, rest.plus(linear(n, model.dim_single, width))
 
 
 def diffusion_module(
@@ -254,7 +269,7 @@ def _modules(model: Architecture, shape: Shape, workload: str, redundant: bool) 
         "msa_module": msa_module(model, shape),
         "pairformer": (pairformer(model, shape.n_tokens, stack=model.trunk, block=model.trunk_pair), none),
         "diffusion_module": diffusion_module(model, shape, pair_copies=copies, condition_copies=shape.augmentations),
-        "distogram_head": (distogram_head(model, shape), none),
+        "distogram_head": (none, distogram_head(model, shape)),
     }
     if workload != "core":
         each = diffusion_module(
@@ -323,7 +338,6 @@ _CHECKPOINT_FLAG = {
     "msa_module": "checkpoint_input_embedding",
     "pairformer": "checkpoint_trunk_pairformer",
     "diffusion_module": "checkpoint_diffusion_module",
-    "distogram_head": "checkpoint_distogram_head",
     "confidence_head": "checkpoint_confidence_head",
 }
 
@@ -368,7 +382,8 @@ def iteration_flops(
     hardware = forward_only(executed) + 3.0 * last
     for name, (covered, rest) in executed.items():
         recomputed = getattr(model, _CHECKPOINT_FLAG[name]) if name in _CHECKPOINT_FLAG else False
-        hardware += (4.0 if recomputed else 3.0) * covered.total + 3.0 * rest.total
+        hardware += 3.0 * (covered.total + rest.total)
+        hardware += (covered.total - covered.kept) if recomputed else 0.0
         hardware += (covered.scores + rest.scores) if fused_attention else 0.0
     return IterationFlops(total, hardware)
 
