@@ -1,0 +1,274 @@
+"""A cached `Entry` and a token mask -> the features that the baseline computes for the same chains and mask.
+
+The baseline crops first and then builds molecules, tokens, frames, ids and bonds in Python loops. Here the same values
+are selected and renumbered with array operations; `tests/evopipe` compares every field bit for bit. Quirks of the
+baseline that a reader would take for mistakes are repeated on purpose and say so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megafold.evopipe import layout, molecules
+from megafold.evopipe.layout import Entry
+
+
+class Crop:
+    """The tokens, residues and atoms that a mask keeps, renumbered.
+
+    Args:
+        entry: the uncropped structure (the alignment is not needed).
+        keep: which tokens stay, bool [N].
+    """
+
+    def __init__(self, entry: Entry, keep: np.ndarray) -> None:
+        arrays = entry.arrays
+        self.entry, self.keep = entry, keep
+        self.index = np.flatnonzero(keep)
+        self.new = np.cumsum(keep) - 1  # old token -> new token, where kept
+        self.tokens = arrays["tokens"][self.index]
+        self.atom_index = np.flatnonzero(keep[arrays["atoms"]["token"]])
+        self.atoms = arrays["atoms"][self.atom_index]
+        n = len(self.tokens)
+        starts = np.flatnonzero(np.r_[True, self.tokens["residue"][1:] != self.tokens["residue"][:-1]])
+        self.residue_starts, self.residue_tokens = starts, np.diff(np.r_[starts, n])
+        self.residues = arrays["residues"][self.tokens["residue"][starts]]
+        self.residue_of_token = np.repeat(np.arange(len(starts)), self.residue_tokens)
+        self.atomised = self.tokens["kind"] >= layout.FIRST_ATOMISED
+        self.residue_atomised = self.atomised[starts]
+        self.cut = self.residue_tokens != self.residues["tokens"]
+        self.residue_atoms = np.where(self.residue_atomised, self.residue_tokens, self.residues["atoms"])
+        self.residue_offsets = np.cumsum(self.residue_atoms) - self.residue_atoms
+        self.token_offsets = self.residue_offsets[self.residue_of_token]
+        # position inside its residue (atomised), or the center atom (polymer)
+        self.local = np.where(self.atomised, np.arange(n) - starts[self.residue_of_token], self.tokens["center"])
+        self.features, self.bonds = self._chemistry()
+
+    def _chemistry(self) -> tuple[np.ndarray, np.ndarray]:
+        """Atom features [M, 3] and bonds [bonds, 2] (new tokens); a residue that the crop cuts is perceived anew."""
+        arrays, features = self.entry.arrays, self.atoms["features"].copy()
+        bonds = arrays["bonds"]
+        whole = np.ones(len(arrays["residues"]), bool)
+        whole[self.tokens["residue"][self.residue_starts[self.cut]]] = False
+        bonds = bonds[self.keep[bonds["first"]] & whole[arrays["tokens"]["residue"][bonds["first"]]]]
+        pairs = [np.stack([self.new[bonds["first"]], self.new[bonds["second"]]], axis=-1)]
+        for residue in np.flatnonzero(self.cut):
+            first, count = self.residue_starts[residue], self.residue_tokens[residue]
+            span = slice(self.residue_offsets[residue], self.residue_offsets[residue] + count)
+            tokens = self.tokens[first : first + count]
+            component = arrays["components"][tokens["component"][0]].decode()
+            elements = [element.decode() for element in tokens["element"]]
+            part = molecules.atomised(
+                component, self.entry.smiles.get(component), self.atoms["position"][span], elements
+            )
+            features[span] = part.features
+            pairs.append(part.bonds + first)
+        return features, np.concatenate(pairs)
+
+    def segments(self) -> list[tuple[str, int, int, bool]]:
+        """Runs of the crop as the baseline's "chain sequences": (sequence, first token, tokens, atomised).
+
+        Consecutive polymer residues of one chain and kind form a run; every atomised residue is a run of its own.
+        """
+        chain, kind = self.tokens["chain"][self.residue_starts], self.residues["kind"]
+        breaks = (chain[1:] != chain[:-1]) | (kind[1:] != kind[:-1]) | self.residue_atomised[1:]
+        firsts = np.flatnonzero(np.r_[True, breaks])
+        components, runs = self.entry.arrays["components"], []
+        for first, last in zip(firsts, np.r_[firsts[1:], len(self.residues)]):
+            token, atomised = self.residue_starts[first], bool(self.residue_atomised[first])
+            if atomised:
+                sequence = components[self.residues["component"][first]].decode()
+                runs.append((sequence, token, self.residue_tokens[first], True))
+            else:
+                runs.append((self.residues["letter"][first:last].tobytes().decode(), token, last - first, False))
+        return runs
+
+
+def _entity_and_symmetry(segments, n: int) -> tuple[np.ndarray, np.ndarray]:
+    entities: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    entity, symmetry = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for sequence, first, count, _ in segments:
+        entity[first : first + count] = entities.setdefault(sequence, len(entities))
+        symmetry[first : first + count] = seen.get(sequence, 0)
+        seen[sequence] = seen.get(sequence, 0) + 1
+    return entity, symmetry
+
+
+def _symmetry_mismatch(chain, entity, symmetry, component) -> bool:
+    """Does some entity occur in chains whose component sequences differ? The baseline then installs no mmCIF bond."""
+    sequences = {asym: component[chain == asym].tobytes() for asym in np.unique(chain)}
+    for one in np.unique(entity):
+        mine = entity == one
+        groups = {tuple(np.unique(chain[mine & (symmetry == sym)])) for sym in np.unique(symmetry[mine])}
+        if len({b"".join(sequences[asym] for asym in sorted(group)) for group in groups}) > 1:
+            return True
+    return False
+
+
+def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool) -> np.ndarray:
+    n = len(crop.tokens)
+    bonds = np.zeros((n, n), bool)
+    for _, first, count, atomised in segments:
+        if not atomised:  # the baseline leaves the last bond of each run out
+            left = np.arange(first, first + count - 2)
+            bonds[left, left + 1] = bonds[left + 1, left] = True
+    bonds[crop.bonds[:, 0], crop.bonds[:, 1]] = bonds[crop.bonds[:, 1], crop.bonds[:, 0]] = True
+    links, candidates = crop.entry.arrays["links"], crop.entry.arrays["link_tokens"]
+    tokens = crop.tokens
+    if not training or not len(links):
+        return bonds
+    if _symmetry_mismatch(tokens["chain"], entity, symmetry, tokens["component"]):
+        return bonds
+    used: dict[int, int] = {}
+    for link in links:
+        ends = []
+        for side in ("first", "second"):
+            start, count, key = link[f"start_{side}"], link[f"count_{side}"], int(link[f"key_{side}"])
+            kept = [token for token in candidates[start : start + count] if crop.keep[token]]
+            # a repeated bond of the same atom denotes the next token of that name
+            ends.append((key, kept[used.get(key, 0)]) if used.get(key, 0) < len(kept) else None)
+        if None in ends:
+            continue
+        row, column = (crop.new[token] for _, token in ends)
+        bonds[row, column] = bonds[column, row] = True
+        for key, _ in ends:
+            used[key] = used.get(key, 0) + 1
+    return bonds
+
+
+def _ligand_frames(crop: Crop) -> np.ndarray:
+    """Atoms of the frame of each atomised token, int64 [N, 3] (AF3 supplement 4.3.2); -1 where there is none.
+
+    A frame joins a token and the two nearest center atoms of the same chain in the crop.
+    """
+    from alphafold3_pytorch.utils.model_utils import get_angle_between_edges
+
+    frames = np.zeros((len(crop.tokens), 3), np.int64)
+    chain = crop.tokens["chain"]
+    for asym in np.unique(chain[crop.atomised]):
+        members = np.flatnonzero(chain == asym)
+        position = torch.from_numpy(np.ascontiguousarray(crop.tokens["center_position"][members]))
+        resolved = torch.from_numpy(np.ascontiguousarray(crop.tokens["center_resolved"][members]))
+        nearest = _nearest_two(position, resolved)
+        left, center, right = position[nearest].unbind(dim=-2)
+        degree = torch.rad2deg(get_angle_between_edges(left - center, right - center)).abs()
+        bad = (degree < 25.0) | ((180.0 - degree).abs() < 25.0) | (nearest == -1).any(dim=-1)
+        # In every chain but the first the baseline adds the chain's first token to the "no frame" value -1 as well.
+        frames[members] = torch.where(bad[:, None], -1, nearest).numpy() + members[0]
+    none = (frames == -1).any(axis=-1, keepdims=True)
+    local = np.where(crop.atomised, crop.local, crop.tokens["center"])
+    return np.where(none, frames, crop.token_offsets[frames] + local[frames])
+
+
+def _nearest_two(position: Tensor, resolved: Tensor) -> Tensor:
+    """(nearest, itself, second nearest) of each position, int64 [n, 3]; -1 when fewer than three are resolved."""
+    n = len(position)
+    if n < 3 or int(resolved.sum()) < 3:
+        return torch.full((n, 3), -1)
+    far = 1e4
+    distance = torch.cdist(position[None], position[None])  # the baseline's batched call: the same rounding, same ties
+    distance.masked_fill_(torch.eye(n, dtype=torch.bool), far)
+    distance.masked_fill_(~(resolved[:, None] & resolved[None, :])[None], far)
+    nearest = (-distance).topk(2, dim=-1).indices[0]
+    return torch.stack([nearest[:, 0], torch.arange(n), nearest[:, 1]], dim=-1)
+
+
+def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:
+    """Center, distogram and frame atoms of each token, offset to the crop's atoms; -1 where the atom is missing."""
+    tokens, offsets = crop.tokens, crop.token_offsets
+    center = crop.local + offsets
+    distogram = np.where(crop.atomised, crop.local, tokens["distogram"]) + offsets
+    frame = tokens["frame"].astype(np.int64) + offsets[:, None]
+    if crop.atomised.any():
+        frame = np.where(crop.atomised[:, None], _ligand_frames(crop), frame)
+    missing = np.flatnonzero(crop.atoms["missing"])
+    if len(missing):
+        token = crop.new[crop.atoms["token"][missing]]
+        # The baseline offsets token t's missing atoms by the first atom of *molecule* t, and by nothing when there are
+        # fewer molecules; after an atomised residue that differs from the token's own offset.
+        wrong = np.zeros(len(tokens), np.int64)
+        wrong[: len(crop.residues)] = crop.residue_offsets
+        value = missing - offsets[token] + wrong[token]
+        no_center, no_distogram = np.zeros(len(tokens), bool), np.zeros(len(tokens), bool)
+        no_frame = np.zeros(len(tokens), bool)
+        no_center[token[value == center[token]]] = True
+        no_distogram[token[value == distogram[token]]] = True
+        no_frame[token[(value[:, None] == frame[token]).any(axis=-1)]] = True
+        center, distogram = np.where(no_center, -1, center), np.where(no_distogram, -1, distogram)
+        frame = np.where(no_frame[:, None], -1, frame)
+    return {"molecule_atom_indices": center, "distogram_atom_indices": distogram, "atom_indices_for_frame": frame}
+
+
+def windowed_atom_pairs(position: Tensor, molecule: Tensor, window: int = layout.ATOMS_PER_WINDOW) -> Tensor:
+    """Atom pair features in windows (AF3 algorithm 5, lines 2-6): float32 [ceil(M / w), w, 2 w, 5].
+
+    Offset vector, 1 / (1 + d^2) and 1 for pairs in one molecule, else 0. Window i holds its own atoms against those of
+    windows i - 1 and i. Equal to the baseline's windowing of its dense [M, M, 5] tensor, which is never made.
+
+    Args:
+        position: reference positions, float32 [M, 3], angstrom.
+        molecule: ascending molecule number of each atom, int64 [M].
+    """
+    n_atoms = len(position)
+    n_windows = -(-n_atoms // window)
+    query = torch.arange(n_windows * window).view(n_windows, window, 1)
+    key = (torch.arange(n_windows)[:, None] - 1) * window + torch.arange(2 * window)
+    key = key.view(n_windows, 1, 2 * window)
+    padded = torch.cat([molecule, molecule.new_full((n_windows * window - n_atoms,), -1)])
+    same = (padded[query] == padded[key.clamp(min=0)]) & (key >= 0) & (query < n_atoms) & (key < n_atoms)
+    where = same.nonzero(as_tuple=True)
+    offset = position[where[0] * window + where[1]] - position[(where[0] - 1) * window + where[2]]
+    inverse = (1 + offset.norm(dim=-1, p=2) ** 2) ** -1
+    pairs = torch.zeros(n_windows, window, 2 * window, 5)
+    pairs[where] = torch.cat([offset, inverse[:, None], torch.ones_like(inverse)[:, None]], dim=-1)
+    return pairs
+
+
+def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True) -> dict[str, Tensor | None]:
+    """The fields of the baseline's `AtomInput` that come from the structure, for the tokens in `keep`.
+
+    Args:
+        entry: the uncropped structure.
+        keep: bool [N], at least one True.
+        training: install bonds of the mmCIF file (`_struct_conn`), which the baseline does in training only.
+
+    Returns: tensors by field name; shapes as in `alphafold3_pytorch.inputs.AtomInput`, atom pairs windowed.
+    """
+    crop = Crop(entry, keep)
+    tokens, n, n_atoms = crop.tokens, len(crop.tokens), len(crop.atoms)
+    segments = crop.segments()
+    entity, symmetry = _entity_and_symmetry(segments, n)
+    ion = (tokens["kind"] == layout.LIGAND) & (crop.residue_tokens == 1)[crop.residue_of_token]
+    kind = tokens["kind"]
+    molecule_type = np.where(kind < layout.LIGAND, kind % layout.FIRST_ATOMISED, np.where(ion, 4, 3))
+    modified = np.zeros((n, layout.NUM_MODIFICATIONS), bool)
+    is_modified = (kind >= layout.FIRST_ATOMISED) & (kind < layout.LIGAND)
+    modified[is_modified, kind[is_modified] - layout.FIRST_ATOMISED] = True
+    additional = np.stack(
+        [tokens["residue_index"] - 1, np.arange(n), tokens["chain"], entity, symmetry], axis=-1, dtype=np.int64
+    )
+    position = torch.from_numpy(np.ascontiguousarray(crop.atoms["position"]))
+    resolution = None if entry.resolution is None else torch.tensor(entry.resolution)
+    resolved = None
+    if resolution is not None:
+        resolved = torch.full((n_atoms,), int(0.1 <= float(resolution) <= 3.0), dtype=torch.long)
+    chain_of_residue = tokens["chain"][crop.residue_starts].astype(np.int64)
+    molecule = np.repeat(np.arange(len(crop.residues)), crop.residue_atoms)
+    values = {
+        "atom_inputs": crop.features.astype(np.float32),
+        "molecule_ids": np.where(ion, layout.METAL_ION_ID, tokens["molecule_id"]).astype(np.int64),
+        "molecule_atom_lens": np.where(crop.atomised, 1, crop.residue_atoms[crop.residue_of_token]).astype(np.int64),
+        "additional_molecule_feats": additional,
+        "is_molecule_types": np.arange(layout.NUM_MOLECULE_TYPES) == molecule_type[:, None],
+        "is_molecule_mod": modified,
+        "token_bonds": _token_bonds(crop, segments, entity, symmetry, training=training),
+        "atom_parent_ids": np.repeat(chain_of_residue, crop.residue_atoms),
+        "missing_atom_mask": np.ascontiguousarray(crop.atoms["missing"]),
+        **_atom_indices(crop),
+    }
+    tensors = {name: torch.from_numpy(value) for name, value in values.items()}
+    tensors["atompair_inputs"] = windowed_atom_pairs(position, torch.from_numpy(molecule))
+    return {**tensors, "atom_pos": position, "resolved_labels": resolved, "resolution": resolution}

@@ -1,0 +1,132 @@
+"""What one cached structure consists of: the arrays of an `Entry`, their types, and the schema version.
+
+The cached stage is the *whole, uncropped* structure after every expensive and deterministic step of the baseline's
+pipeline: parsing, RDKit molecules, multiple sequence alignment (MSA) and templates. Everything that the baseline
+derives after its crop (molecules, tokens, frames, entity and symmetry ids, bonds, atom pairs) is a cheap function of
+these arrays and of a token mask: `megafold.evopipe.crop`.
+
+Letters: N tokens, R residues (the baseline's "molecules"), M atoms, S alignment rows, T templates. A polymer residue is
+one token with several atoms; each atom of an *atomised* residue (ligand, ion, modified residue) is a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+KINDS = ("protein", "rna", "dna", "mod_protein", "mod_rna", "mod_dna", "ligand")
+LIGAND = KINDS.index("ligand")
+FIRST_ATOMISED = KINDS.index("mod_protein")
+
+# Conventions of alphafold3-pytorch 0.8.3, restated because importing it takes many seconds: checked by a test.
+ATOMS_PER_WINDOW = 27
+METAL_ION_ID = 32
+NUM_MSA_CLASSES = 32
+NUM_MOLECULE_TYPES = 5
+NUM_MODIFICATIONS = 4
+TEMPLATE_PAIR_FEATURES = 44
+TEMPLATE_CLASSES = 32
+
+TOKEN = np.dtype(
+    [
+        ("residue", "<i4"),  # index into residues
+        ("residue_index", "<i4"),  # 1-based position in the chain, the baseline's renumbering
+        ("chain", "<i4"),  # the baseline's chain index (rank of the chain id)
+        ("component", "<i4"),  # index into components
+        ("molecule_id", "u1"),  # residue type, 0..31
+        ("kind", "u1"),  # index into KINDS
+        ("center", "u1"),  # polymer: its center atom; atomised: position in the 47 atom types of the baseline
+        ("distogram", "u1"),  # polymer: distogram atom inside the residue
+        ("frame", "u1", (3,)),  # polymer: the three frame atoms inside the residue
+        ("center_resolved", "?"),  # is the center atom present in the experiment?
+        ("center_position", "<f4", (3,)),  # angstrom; what ligand frames are found from
+        ("crop_position", "<f4", (3,)),  # angstrom; what spatial crops measure (never a missing atom's zero)
+        ("element", "S2"),  # atomised: element symbol as the baseline reads it
+    ]
+)
+RESIDUE = np.dtype(
+    [
+        ("first_token", "<i4"),
+        ("tokens", "<i4"),
+        ("first_atom", "<i4"),
+        ("atoms", "<i4"),
+        ("component", "<i4"),
+        ("kind", "u1"),
+        ("letter", "u1"),  # polymer: ASCII code of the one-letter residue type; atomised: 0
+    ]
+)
+ATOM = np.dtype(
+    [
+        ("token", "<i4"),
+        ("position", "<f4", (3,)),  # angstrom; zeros where missing
+        ("features", "i1", (3,)),  # formal charge, implicit valence, explicit valence
+        ("missing", "?"),
+    ]
+)
+BOND = np.dtype([("first", "<i4"), ("second", "<i4")])  # tokens, inside an atomised residue
+# One row per `_struct_conn` bond that may be installed: the tokens that its two atoms may denote are
+# link_tokens[start : start + count], and `key` numbers the atom, because repeated bonds of one atom take the next token.
+LINK = np.dtype([(f"{name}_{side}", "<i4") for side in ("first", "second") for name in ("key", "start", "count")])
+
+ARRAYS = {
+    "tokens": TOKEN,
+    "residues": RESIDUE,
+    "atoms": ATOM,
+    "bonds": BOND,
+    "links": LINK,
+    "link_tokens": np.dtype("<i4"),
+    "components": np.dtype("S8"),
+    "msa": np.dtype("u1"),  # [S, N] residue classes, 0..31
+    "deletions": np.dtype("<u2"),  # [S, N] index into deletion_values
+    "deletion_values": np.dtype("<f4"),  # the distinct values of the baseline's deletion feature
+    "profile": np.dtype("<f4"),  # [N, 33] residue profile and mean deletion, over the uncropped alignment
+    "template_mask": np.dtype("?"),  # [T]
+    "template_classes": np.dtype("u1"),  # [T, N] residue class of the template
+    "template_pairs": np.dtype("<f4"),  # [blocks] of [T, n, n, 44], flattened, one block per chain that has a template
+    "template_blocks": np.dtype("<i4"),  # [blocks, 2] first token and n of each block
+}
+
+
+@dataclass
+class Entry:
+    """One structure before cropping.
+
+    Args:
+        name: the entry's id, e.g. `7a4d-assembly1`.
+        arrays: the arrays named in ARRAYS, with those types.
+        chains: chain ids; `tokens["chain"]` indexes them.
+        resolution: angstrom, or None where the file gives none.
+        released: release date, `YYYY-MM-DD`.
+        smiles: SMILES of the components whose residues are atomised (a crop through a ligand needs them).
+        sources: file name -> sha256 of each input.
+        notes: what a user should know about this entry (e.g. an alignment that was not used).
+    """
+
+    name: str
+    arrays: dict[str, np.ndarray]
+    chains: tuple[str, ...]
+    resolution: float | None
+    released: str
+    smiles: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, dtype in ARRAYS.items() if name not in self.arrays or self.arrays[name].dtype != dtype]
+        if wrong:
+            raise ValueError(f"entry {self.name}: arrays {', '.join(wrong)} are missing or have the wrong type")
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.arrays["tokens"])
+
+    @property
+    def n_atoms(self) -> int:
+        return len(self.arrays["atoms"])
+
+    @property
+    def msa_depth(self) -> int:
+        return len(self.arrays["msa"])

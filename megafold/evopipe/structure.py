@@ -1,0 +1,181 @@
+"""An assembly's mmCIF text -> the arrays of tokens, residues, atoms and bonds, through the baseline's own functions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megafold.errors import InputError
+from megafold.evopipe import layout, molecules
+
+
+class Structure(NamedTuple):
+    """The baseline's `Biomolecule` with the two facts of the file's header that the features need."""
+
+    biomolecule: Any
+    resolution: float | None
+    released: str
+
+
+def parse(text: str, name: str, file: str) -> Structure:
+    """Parse one assembly with the baseline's parser.
+
+    Raises:
+        InputError: the text is truncated, is no mmCIF file, or holds no chain with coordinates.
+    """
+    from alphafold3_pytorch.common.biomolecule import _from_mmcif_object
+    from alphafold3_pytorch.data import mmcif_parsing
+    from alphafold3_pytorch.utils.data_utils import extract_mmcif_metadata_field
+
+    result = mmcif_parsing.parse.__wrapped__(file_id=name, mmcif_string=text)  # its cache would keep 16 whole files
+    if result.mmcif_object is None:
+        reason = next(iter(result.errors.values()), "no chains found")
+        raise InputError(file, "atom_site", f"the mmCIF file cannot be parsed ({type(reason).__name__}: {reason})")
+    try:
+        biomolecule = _from_mmcif_object(result.mmcif_object)
+    except (AssertionError, IndexError, KeyError, ValueError) as error:
+        raise InputError(file, "atom_site", f"no model can be read ({error})") from error
+    if not len(biomolecule.chain_id):
+        raise InputError(file, "atom_site", "no residue with coordinates")
+    released = extract_mmcif_metadata_field(result.mmcif_object, "release_date")
+    if released is None:
+        raise InputError(file, "_pdbx_audit_revision_history.revision_date", "missing; the release date is needed")
+    return Structure(biomolecule, extract_mmcif_metadata_field(result.mmcif_object, "resolution"), released)
+
+
+def arrays(structure: Structure, file: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays of the uncropped structure (all but the alignment and the templates), and SMILES of its components.
+
+    Raises:
+        InputError: a residue that the baseline cannot represent (names the residue).
+    """
+    from alphafold3_pytorch import inputs
+
+    biomolecule = structure.biomolecule
+    table = {component.id: component for component in biomolecule.chem_comp_table}
+    sequences, types = inputs.extract_chain_sequences_from_biomolecule_chemical_components(
+        biomolecule, [table[component] for component in biomolecule.chemid]
+    )
+    try:
+        with molecules.no_embedding():
+            mols, kinds = inputs.extract_canonical_molecules_from_biomolecule_chains(biomolecule, sequences, types)
+    except (AssertionError, ValueError, KeyError, IndexError) as error:
+        raise InputError(file, "atom_site", f"a residue cannot be represented ({error})") from error
+    components, component = np.unique(biomolecule.chemid.astype("S8"), return_inverse=True)
+    tokens, residues = _tokens(biomolecule, mols, kinds, component, file)
+    atoms, bonds = _atoms(mols, tokens, residues)
+    links, link_tokens = _links(biomolecule)
+    _set_crop_positions(tokens, atoms)
+    smiles = {
+        id: inputs.CCD_COMPONENTS_SMILES[id]
+        for id in {mol.GetProp("_Name") for mol, kind in zip(mols, kinds) if inputs.is_atomized_residue(kind)}
+    }
+    named = {"tokens": tokens, "residues": residues, "atoms": atoms, "bonds": bonds}
+    return named | {"links": links, "link_tokens": link_tokens, "components": components}, smiles
+
+
+def _tokens(biomolecule, mols, kinds, component, file) -> tuple[np.ndarray, np.ndarray]:
+    from alphafold3_pytorch import inputs
+
+    tables = {"protein": inputs.HUMAN_AMINO_ACIDS, "rna": inputs.RNA_NUCLEOTIDES, "dna": inputs.DNA_NUCLEOTIDES}
+    pairs = np.stack([biomolecule.chain_index, biomolecule.residue_index], axis=-1)
+    starts = np.flatnonzero(np.r_[True, (pairs[1:] != pairs[:-1]).any(axis=-1)])
+    counts = np.diff(np.r_[starts, len(pairs)])
+    if len(starts) != len(mols):
+        raise InputError(file, "atom_site", f"{len(starts)} residues but {len(mols)} molecules")
+    tokens, residues = np.zeros(len(pairs), layout.TOKEN), np.zeros(len(mols), layout.RESIDUE)
+    tokens["residue"] = np.repeat(np.arange(len(mols)), counts)
+    tokens["residue_index"], tokens["chain"] = biomolecule.residue_index, biomolecule.chain_index
+    tokens["component"], tokens["molecule_id"] = component, biomolecule.restype
+    first_atom = 0
+    for r, (mol, kind, start, count) in enumerate(zip(mols, kinds, starts, counts)):
+        atomised = inputs.is_atomized_residue(kind)
+        n_atoms = mol.GetNumAtoms()
+        if atomised and n_atoms != count:
+            where = f"{biomolecule.chemid[start]} {biomolecule.residue_index[start]} of chain {biomolecule.chain_id[start]}"
+            raise InputError(file, where, f"{count} atoms in the file, {n_atoms} without hydrogens: remove hydrogens")
+        span = slice(start, start + count)
+        tokens["kind"][span] = layout.KINDS.index(kind)
+        letter = 0
+        if atomised:
+            constants = inputs.get_residue_constants(kind.replace("protein", "peptide").replace("mod_", ""))
+            center = biomolecule.atom_mask[span].astype(bool).argmax(axis=-1)
+            tokens["center"][span] = center
+            tokens["element"][span] = [constants.element_types[i].replace("ATM", "*").encode() for i in center]
+        else:
+            symbol = mol.GetProp("_Name")
+            entry, letter = tables[kind][symbol], ord(symbol)
+            tokens["center"][span], tokens["distogram"][span] = entry["token_center_atom_idx"], entry["distogram_atom_idx"]
+            tokens["frame"][span] = entry["three_atom_indices_for_frame"]
+        residues[r] = (start, count, first_atom, n_atoms, component[start], layout.KINDS.index(kind), letter)
+        first_atom += n_atoms
+    rows, center = np.arange(len(tokens)), tokens["center"].astype(int)
+    tokens["center_position"] = biomolecule.atom_positions[rows, center].astype(np.float32)
+    tokens["center_resolved"] = biomolecule.atom_mask[rows, center].astype(bool)
+    return tokens, residues
+
+
+def _atoms(mols, tokens, residues) -> tuple[np.ndarray, np.ndarray]:
+    atoms, bonds = np.zeros(int(residues["atoms"].sum()), layout.ATOM), []
+    for mol, residue in zip(mols, residues):
+        described, first = molecules.describe(mol), residue["first_token"]
+        span = slice(residue["first_atom"], residue["first_atom"] + residue["atoms"])
+        atoms["position"][span] = mol.GetConformer().GetPositions().astype(np.float32)
+        atoms["features"][span] = described.features
+        missing = [int(i) for i in mol.GetProp("missing_atom_indices").split(",") if i]
+        atoms["missing"][span][missing] = True
+        if residue["kind"] >= layout.FIRST_ATOMISED:
+            atoms["token"][span] = np.arange(first, first + residue["tokens"])
+            bonds.append(described.bonds + first)
+        else:
+            atoms["token"][span] = first
+    pairs = np.concatenate([*bonds, np.zeros((0, 2), np.int32)])
+    table = np.zeros(len(pairs), layout.BOND)
+    table["first"], table["second"] = pairs.T
+    return atoms, table
+
+
+def _links(biomolecule) -> tuple[np.ndarray, np.ndarray]:
+    """The `_struct_conn` bonds that the baseline would install, each with the tokens that its atoms may denote.
+
+    The baseline looks a bond's author residue number up among its own, renumbered residues. That finds another residue
+    (or none) where a chain's numbering does not start at 1; it is kept as it is, because the features must be equal.
+    """
+    from alphafold3_pytorch import inputs
+    from alphafold3_pytorch.data.mmcif_parsing import _is_set
+
+    polymer_names = {
+        name
+        for constants in (inputs.amino_acid_constants, inputs.rna_constants, inputs.dna_constants)
+        for name in constants.restype_3to1
+    }
+    keys: dict[str, int] = {}
+    rows, candidates, total = [], [], 0
+    for bond in biomolecule.bonds:
+        polymer = bond.ptnr1_auth_comp_id in polymer_names, bond.ptnr2_auth_comp_id in polymer_names
+        close = _is_set(bond.pdbx_dist_value) and float(bond.pdbx_dist_value) < 2.4
+        if all(polymer) and not close:
+            continue
+        row = []
+        for chain, number, atom, is_polymer in (
+            (bond.ptnr1_auth_asym_id, bond.ptnr1_auth_seq_id, bond.ptnr1_label_atom_id, polymer[0]),
+            (bond.ptnr2_auth_asym_id, bond.ptnr2_auth_seq_id, bond.ptnr2_label_atom_id, polymer[1]),
+        ):
+            found = np.zeros(0, np.int32)
+            if number.lstrip("+-").isdigit():
+                found = (biomolecule.chain_id == chain) & (biomolecule.residue_index == int(number))
+                found = np.flatnonzero(found if is_polymer else found & (biomolecule.atom_name == atom))
+            row += [keys.setdefault(f"{chain}:{number}:{atom}", len(keys)), total, len(found)]
+            candidates.append(found)
+            total += len(found)
+        rows.append(tuple(row))
+    return np.array(rows, layout.LINK), np.concatenate([np.zeros(0, "<i4"), *candidates]).astype("<i4")
+
+
+def _set_crop_positions(tokens: np.ndarray, atoms: np.ndarray) -> None:
+    """Where a token is, for spatial crops: its center atom, or the mean of what is resolved when that is missing."""
+    tokens["crop_position"] = tokens["center_position"]
+    for token in np.flatnonzero(~tokens["center_resolved"]):
+        mine = atoms[(atoms["token"] == token) & ~atoms["missing"]]
+        tokens["crop_position"][token] = mine["position"].mean(axis=0)
