@@ -12,12 +12,12 @@ UNITS: dict[str, dict[str, float]] = {
     "memory": {
         "B": 1.0, "bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "kB": 1e3, "MB": 1e6, "GB": 1e9,
     },
-    "fraction": {"fraction": 1.0, "1": 1.0, "ratio": 1.0, "": 1.0, "percent": 1e-2, "%": 1e-2},
+    "fraction": {"fraction": 1.0, "percent": 1e-2, "%": 1e-2},
 }  # fmt: skip
 # The metric that a sweep's speed-up is about, and the further times that get a speed-up of their own.
 LEADING_TIME = {"iteration": "iteration_time", "kernel": "forward_backward_time", "data_pipeline": "example_time"}
 FURTHER_TIMES = {"iteration": (), "kernel": ("forward_time",), "data_pipeline": ()}
-LEADING_MEMORY = ("peak_allocated", "peak_memory", "peak_rss")
+LEADING_MEMORY = ("peak_memory", "peak_allocated", "peak_rss")
 SYNONYMS = {
     "step_time": "iteration_time",
     "forward": "forward_time",
@@ -25,7 +25,6 @@ SYNONYMS = {
     "seconds_per_example": "example_time",
     "time_per_example": "example_time",
     "read_time": "example_time",
-    "peak_memory_allocated": "peak_allocated",
     "peak_memory_reserved": "peak_reserved",
 }
 LABELS = {
@@ -55,7 +54,7 @@ class Quantity:
 
     @property
     def column(self) -> str:
-        """Column of the median, the unit last: "iteration_time_s", "peak_allocated_GiB", "mfu_percent"."""
+        """Column of the median, the unit last: "iteration_time_s", "peak_memory_GiB", "mfu_percent"."""
         return f"{self.name}_{self.unit}" if self.unit else self.name
 
     def bound(self, which: str) -> str:
@@ -81,6 +80,7 @@ def quantity(name: str, unit: str, what: str) -> Quantity:
         return Quantity(name, kind, "MiB" if what == "kernel" else "GiB")
     if kind == "fraction":
         return Quantity(name, kind, "percent")
+    unit = "" if unit == "1" else unit
     return Quantity(name, kind, unit.replace("/", "_per_").replace(" ", "_"))
 
 

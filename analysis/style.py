@@ -132,8 +132,9 @@ def canvas(
     if entries:
         under = 0.5 + 0.17 * (subtitle.count("\n") + 1)
         figure.legend(
-            *entries, loc="upper left", bbox_to_anchor=(0.14 / width, 1 - under / height), ncols=len(entries[1]), frameon=False, borderaxespad=0, borderpad=0.1, handlelength=1.4, columnspacing=1.5,
-            handletextpad=0.5, fontsize=9,
+            *entries, loc="upper left", bbox_to_anchor=(0.14 / width, 1 - under / height), ncols=len(entries[1]),
+            fontsize=9, frameon=False, borderaxespad=0, borderpad=0.1, handlelength=1.4, columnspacing=1.5,
+            handletextpad=0.5,
         )  # fmt: skip
     return figure, axes
 

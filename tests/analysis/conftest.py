@@ -83,7 +83,10 @@ def make() -> Callable[..., list[Record]]:
 
 
 def step(seconds: float, gib: float) -> dict[str, Metric]:
-    return {"iteration_time": timed(seconds), "peak_allocated": Metric(gib * 2**30, "B")}
+    return {
+        "iteration_time": timed(seconds),
+        "peak_memory": Metric(gib, "GiB", n=4, definition="resident memory of the process"),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +113,7 @@ def demo() -> list[Record]:
             name: {
                 "forward_time": timed(factor * cost * 1e-3),
                 "forward_backward_time": timed(3 * factor * cost * 1e-3),
-                "peak_allocated": Metric(factor * cost * 2**20, "B"),
+                "peak_memory": Metric(factor * cost / 2**10, "GiB"),
             }
             for name, factor in {"eager": 1.0, "sdpa": 0.8, "evoflash3d": 0.9}.items()
         }
