@@ -332,6 +332,10 @@ class IterationFlops(NamedTuple):
     model: float
     hardware: float
 
+    def times(self, structures: int) -> IterationFlops:
+        """The same for a batch of equal structures."""
+        return IterationFlops(self.model * structures, self.hardware * structures)
+
 
 _CHECKPOINT_FLAG = {
     "template_embedder": "checkpoint_input_embedding",

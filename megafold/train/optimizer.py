@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megafold.train.settings import limited
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -17,15 +19,15 @@ class OptimizerSettings:
         clip_grad_norm: largest norm of all gradients together; larger ones are scaled down to it.
     """
 
-    learning_rate: float = 1.8e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad_norm: float = 10.0
-    warmup_steps: int = 1000
-    decay_factor: float = 0.95
-    decay_every: int = 50_000
+    learning_rate: float = limited(1.8e-3, above=0)
+    beta1: float = limited(0.9, least=0, most=0.9999)
+    beta2: float = limited(0.95, least=0, most=0.99999)
+    eps: float = limited(1e-8, above=0)
+    weight_decay: float = limited(0.0, least=0)
+    clip_grad_norm: float = limited(10.0, above=0)
+    warmup_steps: int = limited(1000, least=0)
+    decay_factor: float = limited(0.95, above=0, most=1)
+    decay_every: int = limited(50_000, least=1)
 
     def rate(self, step: int) -> float:
         """Learning rate of step number ``step``, counted from 0."""
