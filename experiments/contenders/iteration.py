@@ -1,0 +1,227 @@
+"""One training step, the trainer's own, of a model of alphafold3-pytorch: stock, compiled or with MegaFold's plan."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.providers import Context, Unsupported
+from experiments.record import Metric
+from experiments.spec import Contender, Setting
+from megafold.metrics.flops import HFU_DEFINITION, MFU_DEFINITION, iteration_flops, mfu
+from megafold.metrics.memory import MemoryProbe
+from megafold.metrics.peaks import peak_flops
+from megafold.metrics.timing import summarize
+from megafold.model.build import build_model
+from megafold.model.plan import Plan
+from megafold.model.presets import preset
+from megafold.train.synthetic import synthetic_batch
+from megafold.train.trainer import Trainer
+from megafold.train.workload import arrange
+
+GIB = 2**30
+TIMES = {
+    "iteration_time": "forward, backward, gradient clipping and AdamW update",
+    "forward_time": "",
+    "backward_time": "with what checkpointing recomputes",
+    "optimizer_time": "gradient clipping, check for finite numbers, AdamW update",
+    "loader_wait": "until the loader hands over the batch",
+}
+CPU_PEAK = "peak resident memory of the process, libraries included"
+CPU_ABOVE = "peak resident memory less what was resident before the model was built, less persistent_memory"
+PERSISTENT = "weights, buffers, gradients and optimizer state"
+
+Batch = Mapping[str, Any]
+
+
+class IterationSession:
+    """A model in a `Trainer`. Each visit starts from the same example and the same random state.
+
+    Args:
+        context: the point, cache and device.
+        prepare: changes the stock model in place, once; returns what the FLOP count needs to know of it, as keyword
+            arguments of `iteration_flops`.
+
+    Raises:
+        Unsupported: for what this version does not measure: several devices, half precision on a CPU.
+    """
+
+    def __init__(self, context: Context, prepare: Callable[[torch.nn.Module, str], Mapping[str, bool]] | None = None):
+        self._setting = setting = context.point.setting
+        _check_supported(setting, context.device)
+        self._device = context.device
+        self._probe = MemoryProbe(context.device)
+        self._before = _resident_bytes()
+        # The same seed before the same constructor: the same initial weights for all contenders.
+        torch.manual_seed(setting.seed)
+        model = build_model(setting.model)
+        # Moved first: torch.compile guards on where the weights are.
+        model.to(context.device)
+        self._flags = prepare(model, context.device) if prepare else {}
+        dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+        self._trainer = Trainer(model, device=context.device, dtype=dtype)
+        self._examples = _examples(setting, context.cache, context.device)
+        self._batches: Iterator[Batch] = iter(())
+        self._step, self._flops, self._loss = 0, [], float("nan")
+
+    def resume(self) -> None:
+        """Weights and optimizer state onto the device, random state and examples from the start."""
+        self._trainer.onload()
+        torch.manual_seed(self._setting.seed)
+        self._step, self._batches = 0, self._examples()
+
+    def step(self) -> dict[str, float]:
+        """One call of `Trainer.step`: seconds and bytes by name."""
+        started = time.perf_counter()
+        batch = next(self._batches)
+        wait = time.perf_counter() - started
+        batch = arrange(batch, self._setting.workload, self._step, self._setting.seed)
+        self._probe.reset()
+        result = self._trainer.step(batch)
+        peak = self._probe.peak(self._trainer.persistent_bytes())
+        self._step += 1
+        flops = self._count(batch)
+        if result.skipped:
+            raise ArithmeticError(f"step {self._step}: the loss or the gradient norm is not finite")
+        sample = {
+            "iteration_time": result.seconds,
+            "forward_time": result.forward_seconds,
+            "backward_time": result.backward_seconds,
+            "optimizer_time": result.optimizer_seconds,
+            "loader_wait": wait,
+            "peak": float(peak.allocated),
+            "persistent": float(peak.persistent),
+            "model_flops": flops.model,
+            "hardware_flops": flops.hardware,
+            "loss": result.loss,
+        }
+        return sample | ({} if peak.reserved is None else {"reserved": float(peak.reserved)})
+
+    def suspend(self) -> None:
+        """Weights and optimizer state to host memory, gradients dropped."""
+        self._batches = iter(())
+        self._trainer.offload()
+
+    def finish(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
+        """Times (s), memory (GiB), FLOPs, utilisation (%) and the loss of the last step."""
+        metrics = {}
+        for name, definition in TIMES.items():
+            if name == "loader_wait" and self._setting.data == "synthetic":
+                continue
+            summary = summarize(samples[name])
+            metrics[name] = Metric(summary.median, "s", summary.p20, summary.p80, summary.n, definition)
+        metrics |= self._memory(samples)
+        for name in ("model_flops", "hardware_flops"):
+            metrics[name] = Metric(statistics.fmean(samples[name]), "FLOP", n=len(samples[name]))
+        metrics |= self._utilisation(metrics)
+        metrics["loss"] = Metric(samples["loss"][-1], "1", definition="of the last step")
+        return metrics
+
+    def _memory(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
+        peak, persistent, count = max(samples["peak"]), max(samples["persistent"]), len(samples["peak"])
+        on_cpu = self._device == "cpu"
+        above = peak - persistent - (self._before if on_cpu else 0)
+        found = {
+            "peak_memory": (peak, CPU_PEAK if on_cpu else "peak of torch's allocator in a step"),
+            "persistent_memory": (persistent, PERSISTENT),
+            "peak_above_persistent": (max(0.0, above), CPU_ABOVE if on_cpu else "peak_memory less persistent_memory"),
+        }
+        if "reserved" in samples:
+            found["peak_memory_reserved"] = (max(samples["reserved"]), "what torch's allocator took from the device")
+        return {
+            name: Metric(value / GIB, "GiB", n=count, definition=definition)
+            for name, (value, definition) in found.items()
+        }
+
+    def _utilisation(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        if self._device == "cpu":
+            return {}
+        properties = torch.cuda.get_device_properties(0)
+        # Always against the bf16 peak: MFU's denominator must not depend on what a contender chose to do.
+        peak = peak_flops(properties.name, "bf16", properties.multi_processor_count)
+        if peak is None:
+            return {}
+        seconds, found = metrics["iteration_time"], {}
+        for name, flops, text in (("mfu", "model_flops", MFU_DEFINITION), ("hfu", "hardware_flops", HFU_DEFINITION)):
+            value, p80, p20 = (
+                100 * mfu(metrics[flops].value, at, peak.value) for at in (seconds.value, seconds.p20, seconds.p80)
+            )
+            definition = f"{text}; peak {peak.value / 1e12:g} TFLOP/s ({peak.device}: {peak.source})"
+            found[name] = Metric(value, "%", p20, p80, seconds.n, definition)
+        return found
+
+    def _count(self, batch: Batch):
+        return iteration_flops(
+            preset(self._setting.model),
+            n_tokens=batch["molecule_atom_lens"].shape[1],
+            n_atoms=batch["atom_inputs"].shape[1],
+            msa_depth=_length(batch, "msa"),
+            templates=max(1, _length(batch, "templates")),
+            recycles=batch["num_recycling_steps"],
+            workload=self._workload_now(batch),
+            **self._flags,
+        )._replace_batch(batch["atom_inputs"].shape[0])
+
+    def _workload_now(self, batch: Batch) -> str:
+        return "full" if batch.get("resolved_labels") is not None else "core"
+
+
+def megafold_preparation(contender: Contender) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:
+    """Apply the contender's plan (empty: the default plan) to a stock model."""
+    plan = Plan.from_mapping(dict(contender.plan), file=f"contenders.{contender.name}.plan")
+
+    def prepare(model: torch.nn.Module, device: str) -> Mapping[str, bool]:
+        from megafold.model.optimize import optimize
+
+        report = optimize(model, plan)
+        print(report, flush=True)
+        return {"shared_conditioning": plan.shared_conditioning, "fused_attention": plan.sdpa or plan.evoflash3d}
+
+    return prepare
+
+
+def _check_supported(setting: Setting, device: str) -> None:
+    if setting.sp * setting.dp > 1 or setting.mode != "measured":
+        raise Unsupported(f"sp={setting.sp}, dp={setting.dp}, mode={setting.mode}: one device is measured so far")
+    if setting.dtype == "fp16":
+        raise Unsupported("fp16: the trainer has no loss scaling; use bf16")
+    if setting.dtype == "bf16" and device == "cpu":
+        raise Unsupported("bf16 autocast of alphafold3-pytorch needs a GPU (its alignment has no bf16 on a CPU); use fp32")
+    if setting.data == "synthetic" and setting.size("batch_size") > 1:
+        raise Unsupported("synthetic batches hold one structure; use data: cache for larger batches")
+
+
+def _examples(setting: Setting, cache: Path | None, device: str) -> Callable[[], Iterator[Batch]]:
+    """A function that starts the examples anew: always the same ones in the same order, without end."""
+    if setting.data == "cache":
+        return _cached_examples(setting, cache, device)
+    batch = synthetic_batch(
+        setting.size("n_tokens"),
+        atoms_per_token=setting.size("atoms_per_token"),
+        msa_depth=setting.size("msa_depth"),
+        templates=setting.size("templates"),
+        workload=setting.workload,
+        seed=setting.seed,
+        model_kwargs=preset(setting.model),
+    )
+
+    def repeat() -> Iterator[Batch]:
+        while True:
+            yield batch
+
+    return repeat
+
+
+def _length(batch: Batch, name: str) -> int:
+    tensor = batch.get(name)
+    return 0 if tensor is None else tensor.shape[1]
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
