@@ -149,7 +149,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"template": 32, "msa": 32, "outer": 8, "fourier": 64},
     ),
     "tiny": _scaled(
-        **{"depth": 1, "heads": 2, "head_dim": 8, "augmentations": 4, "rollout": 2},
+        **{"depth": 1, "heads": 2, "head_dim": 16, "augmentations": 4, "rollout": 2},
         **{"atom": 16, "atompair": 4, "single": 24, "pairwise": 16, "token": 32},
         **{"template": 8, "msa": 8, "outer": 4, "fourier": 16},
     ),
