@@ -44,6 +44,7 @@ class Driver:
         self.record: dict[str, Any] = {"name": request.name, "site": site.name, "job_id": None, "previous": []}
         self.signal: int | None = None
         self.shielded = False
+        self.shown: dict[Path, int] = {}
 
     def run(self) -> Outcome:
         """The job's outcome; Cancelled after a signal. Handlers are in place before anything is submitted."""
@@ -122,7 +123,7 @@ class Driver:
                 if attempt == self.site.submit_attempts:
                     raise
                 self.note(f"refused ({refused}); attempt {attempt + 1} of {self.site.submit_attempts} in {wait:g} s")
-                self._sleep(wait)
+                time.sleep(wait)
                 wait *= 2
         self._check_signal()
         self.note(f"submitted job {self.record['job_id']}")
@@ -141,6 +142,7 @@ class Driver:
         last = ("", "")
         while True:
             state, why = self._patiently(lambda: self.scheduler.state(job_id, self.record["submitted"]))
+            self._show_log(job_id)
             if state in ENDED or state in ("", "FINISHED"):
                 return state
             if "held" in why or state == "REQUEUE_HOLD":  # SLURM gave up starting it and would keep it for ever
@@ -149,13 +151,25 @@ class Driver:
             if (state, why) != last:
                 self.note(f"job {job_id} is {state.lower()}" + (f" ({why})" if why not in ("", "None") else ""))
                 last = (state, why)
-            self._sleep(self.site.poll)
+            time.sleep(self.site.poll)
+
+    def _show_log(self, job_id: str) -> None:
+        """Pass on what the first task printed since the last time: long work shows its progress."""
+        for kind in ("out", "err"):
+            path = self.request.folder / f"{job_id}_0_log.{kind}"
+            with contextlib.suppress(OSError), path.open("rb") as stream:
+                stream.seek(self.shown.get(path, 0))
+                whole, newline, _ = stream.read().rpartition(b"\n")
+                self.shown[path] = self.shown.get(path, 0) + len(whole + newline)
+                for line in whole.decode(errors="replace").splitlines():
+                    if line.strip() and not line.startswith("submitit "):
+                        self.note(f"| {line}")
 
     def _settle(self, job_id: str, state: str) -> Outcome:
         end = time.time() + SETTLE_S
         ends = read_ends(self.request.folder, job_id)
         while state in ("COMPLETED", "") and len(ends) < self.request.tasks and time.time() < end:
-            self._sleep(0.2)
+            time.sleep(0.2)
             ends = read_ends(self.request.folder, job_id)
         return settle(self.request.name, job_id, state, ends, self.request.tasks, self.request.folder)
 
@@ -174,7 +188,7 @@ class Driver:
                 if not told:
                     self.note("the scheduler does not answer; waiting for it")
                     told = True
-            self._sleep(self.site.poll)
+            time.sleep(self.site.poll)
 
     def _save(self, outcome: Outcome | None = None) -> None:
         content = {**self.record, "outcome": outcome.as_dict() if outcome else None}
@@ -199,6 +213,3 @@ class Driver:
             yield
         finally:
             self.shielded = False
-
-    def _sleep(self, seconds: float) -> None:
-        time.sleep(seconds)

@@ -72,9 +72,7 @@ class Slurm:
                     yield
                     return
             if not told:
-                note(
-                    f"{request.name}: waits, {count} jobs are queued and the site's limit is {self.site.max_queued_jobs}"
-                )
+                note(f"waits: {count} jobs are queued, and the site's limit is {self.site.max_queued_jobs}")
                 told = True
             time.sleep(self.site.poll)
 

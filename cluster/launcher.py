@@ -1,7 +1,7 @@
 """Run a command line as a job of a site and wait for it: `python -m cluster.launcher --site NAME ... -- COMMAND`.
 
-Exactly one job runs for a folder, whatever happens to the driver: the folder's job.json says what was submitted, the next
-driver attaches to it, and a job whose id never reached the file is found by its unique name.
+Exactly one job runs for a folder, whatever happens to the driver: the folder's job.json says what was submitted, the
+next driver attaches to it, and a job whose id never reached the file is found by its unique name.
 """
 
 from __future__ import annotations

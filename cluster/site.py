@@ -27,7 +27,7 @@ class Site:
     In the YAML, times are text as SLURM writes them ("02:00:00", "1-00:00:00"), sizes and intervals carry their unit
     ("480GB", "10s"); here they are numbers: minutes, GB (10^9 bytes) and seconds.
 
-    `account`, `partition`, `qos`, `constraint`: None where the user has to fill the field in, "" where the site wants none.
+    `account`, `partition`, `qos`, `constraint`: None where the user has to fill it in, "" where the site wants none.
     `gpu_request`: how sbatch is asked for GPUs ("none" where whole nodes are given out and srun binds them).
     `gpus_per_task`: GPUs a task sees, passed to srun with `gpu_bind`; 0 passes neither.
     `node_local`: environment variables that name folders on the node's own disk, created by every task.

@@ -1,9 +1,9 @@
 """A throw-away SLURM cluster on this machine: `python tests/slurm/throwaway.py FOLDER [--nodes N]`.
 
-Starts munged, slurmctld and one slurmd a node in the foreground, as children, on loopback and free ports, with everything
-(key, sockets, logs, state) in FOLDER. Prints "ready SLURM_CONF=..." and stops when its standard input closes or a signal
-arrives, so that it never outlives the test that started it. Needs the Debian packages slurmctld, slurmd, slurm-client
-and munge; nothing under /etc is read or written.
+Starts munged, slurmctld and one slurmd a node in the foreground, as children, on loopback and free ports, with
+everything (key, sockets, logs, state) in FOLDER. Prints "ready SLURM_CONF=..." and stops when its standard input closes
+or a signal arrives, so that it never outlives the test that started it. Needs the Debian packages slurmctld, slurmd,
+slurm-client and munge; nothing under /etc is read or written.
 """
 
 from __future__ import annotations
