@@ -29,7 +29,7 @@ def _devices() -> list[str]:
     import torch
 
     from megafold.metrics.peaks import peak_flops
-    from megafold.triton_support import why_no_triton
+    from megafold.triton_support import why_not
 
     if not torch.cuda.is_available():
         return ["device cpu: everything runs; EvoFlash-3D as the chunked reference; memory is the process's peak RSS"]
@@ -39,6 +39,6 @@ def _devices() -> list[str]:
         peak = peak_flops(facts.name, "bf16")
         told = f"{peak[0] / 1e12:.0f} TFLOP/s bf16 ({peak[1]})" if peak else "peak unknown: no MFU is reported"
         lines.append(f"device {index} {facts.name}, {facts.total_memory / 2**30:.0f} GiB: {told}")
-        reason = why_no_triton(torch.device("cuda", index))
-        lines.append(f"device {index} EvoFlash-3D: {'Triton kernels' if reason is None else f'reference ({reason})'}")
+        reason = why_not(torch.device("cuda", index))
+        lines.append(f"device {index} EvoFlash-3D: {'Triton kernels' if reason is None else f'{reason}'}")
     return lines
