@@ -1,0 +1,36 @@
+# One rule a sweep, one job a batch of comparisons. No time is taken before the kernels are verified on the same device.
+def comparisons_of(sweep):
+    return lambda wildcards: PLAN.batches[sweep][wildcards.batch]
+
+
+rule verify_kernels:
+    output:
+        f"{ROOT}/verify.json",
+    threads: JOB_THREADS
+    script:
+        "../scripts/verify_kernels.py"
+
+
+for sweep in PLAN.batches:
+
+    rule:
+        name:
+            f"measure_{sweep}"
+        input:
+            verified=rules.verify_kernels.output,
+            cache=[PLAN.cache] if sweep in PLAN.cached else [],
+        output:
+            f"{ROOT}/batches/{sweep}/{{batch}}.json",
+        threads: JOB_THREADS
+        params:
+            sweep=sweep,
+            comparisons=comparisons_of(sweep),
+        script:
+            "../scripts/measure_batch.py"
+
+    rule:
+        name:
+            sweep
+        input:
+            f"{ROOT}/tables/{sweep}.csv",
+            f"{ROOT}/figures/{sweep}.txt",

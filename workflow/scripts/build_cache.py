@@ -1,0 +1,16 @@
+"""`megafold cache build` as a job of the site."""
+
+from pathlib import Path
+
+from snakemake.script import snakemake
+
+from cluster.plan import run_megafold, telling
+from cluster.site import load_site
+
+config = snakemake.config
+with telling():
+    data = [] if config["data"] == "sample" else ["--data", Path(config["data"]).resolve()]
+    folders = ["--out", Path(snakemake.output[0]).resolve(), "--download", Path(config["download"]).resolve()]
+    workers = max(snakemake.threads, load_site(config["site"]).cpus_per_task)
+    limits = ["--workers", workers, "--msa-depth", snakemake.params.msa_depth]
+    run_megafold(config, "build_cache", ["cache", "build", *data, *folders, *limits])

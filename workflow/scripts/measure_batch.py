@@ -1,0 +1,28 @@
+"""Measure one batch of comparisons as a job of the site; fails where a point has no result."""
+
+import sys
+from pathlib import Path
+
+from snakemake.script import snakemake
+
+from cluster.batch import FAILING, Layout, measure_batch
+from cluster.plan import megafold_command, telling
+from cluster.site import load_site
+
+config, params = snakemake.config, snakemake.params
+site = load_site(config["site"])
+with telling():
+    records = measure_batch(
+        site,
+        Layout(Path(config["results"], site.name)),
+        params.sweep,
+        snakemake.wildcards.batch,
+        params.comparisons,
+        megafold_command(config),
+        cache=Path(snakemake.input.cache[0]) if snakemake.input.cache else None,
+        force=config["force"],
+    )
+failed = [record for record in records if record.status in FAILING]
+for record in failed:
+    print(f"{record.status}: {record.point.id}: {record.reason}", file=sys.stderr)
+sys.exit(bool(failed))
