@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -44,9 +45,18 @@ def architecture(device_index: int | None = None) -> str:
     return f"sm_{major}{minor}"
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors (compute units on AMD); 1 for the CPU, where only the interpreter runs."""
+    return _multiprocessors(device.index) if device.type == "cuda" else 1
+
+
+def device_guard(device: torch.device):
+    """Context in which Triton launches on `device`."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @functools.cache
-def multiprocessors(device_index: int | None = None) -> int:
-    """Number of streaming multiprocessors (compute units on AMD) of a visible device."""
+def _multiprocessors(device_index: int | None) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
