@@ -11,11 +11,15 @@ from megafold.evopipe import layout, molecules
 
 
 class Structure(NamedTuple):
-    """The baseline's `Biomolecule` with the two facts of the file's header that the features need."""
+    """The baseline's `Biomolecule`, two facts of the file's header, and each chain's full sequence.
+
+    `sequences`: chain -> (one-letter sequence with the unresolved residues, which of them are resolved).
+    """
 
     biomolecule: Any
     resolution: float | None
     released: str
+    sequences: dict[str, tuple[str, list[bool]]]
 
 
 def parse(text: str, name: str, file: str) -> Structure:
@@ -41,7 +45,19 @@ def parse(text: str, name: str, file: str) -> Structure:
     released = extract_mmcif_metadata_field(result.mmcif_object, "release_date")
     if released is None:
         raise InputError(file, "_pdbx_audit_revision_history.revision_date", "missing; the release date is needed")
-    return Structure(biomolecule, extract_mmcif_metadata_field(result.mmcif_object, "resolution"), released)
+    resolution = extract_mmcif_metadata_field(result.mmcif_object, "resolution")
+    return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object))
+
+
+def _sequences(mmcif_object) -> dict[str, tuple[str, list[bool]]]:
+    from alphafold3_pytorch.utils.data_utils import is_polymer
+
+    sequences = {}
+    for chain, letters in mmcif_object.chain_to_seqres.items():
+        components, places = mmcif_object.all_chem_comp_details[chain], mmcif_object.seqres_to_structure[chain]
+        polymer = [i for i, component in enumerate(components) if is_polymer(component.type)]
+        sequences[chain] = ("".join(letters[i] for i in polymer), [not places[i].is_missing for i in polymer])
+    return sequences
 
 
 def arrays(structure: Structure, file: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -93,7 +109,9 @@ def _tokens(biomolecule, mols, kinds, component, file) -> tuple[np.ndarray, np.n
         atomised = inputs.is_atomized_residue(kind)
         n_atoms = mol.GetNumAtoms()
         if atomised and n_atoms != count:
-            where = f"{biomolecule.chemid[start]} {biomolecule.residue_index[start]} of chain {biomolecule.chain_id[start]}"
+            where = (
+                f"{biomolecule.chemid[start]} {biomolecule.residue_index[start]} of chain {biomolecule.chain_id[start]}"
+            )
             raise InputError(file, where, f"{count} atoms in the file, {n_atoms} without hydrogens: remove hydrogens")
         span = slice(start, start + count)
         tokens["kind"][span] = layout.KINDS.index(kind)
@@ -106,7 +124,10 @@ def _tokens(biomolecule, mols, kinds, component, file) -> tuple[np.ndarray, np.n
         else:
             symbol = mol.GetProp("_Name")
             entry, letter = tables[kind][symbol], ord(symbol)
-            tokens["center"][span], tokens["distogram"][span] = entry["token_center_atom_idx"], entry["distogram_atom_idx"]
+            tokens["center"][span], tokens["distogram"][span] = (
+                entry["token_center_atom_idx"],
+                entry["distogram_atom_idx"],
+            )
             tokens["frame"][span] = entry["three_atom_indices_for_frame"]
         residues[r] = (start, count, first_atom, n_atoms, component[start], layout.KINDS.index(kind), letter)
         first_atom += n_atoms

@@ -1,0 +1,127 @@
+"""One mmCIF file with its alignments and template hits -> an `Entry`, through alphafold3-pytorch's own functions.
+
+Deterministic: the baseline's own randomness (crop, truncation at random, RDKit conformers) is either downstream of the
+cached stage (`augment.py`) or without effect on the features (`molecules.py`). No random number generator is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from megafold.errors import InputError
+from megafold.evopipe import alignments, assembly, layout, structure, templates
+from megafold.evopipe.layout import Entry
+from megafold.evopipe.sources import DataSource
+
+
+def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
+    """Files that an entry is made of, as far as they can be told without reading any: name -> path."""
+    files = {path.name: path}
+    for folder in (source.msa, source.templates):
+        if folder is not None:
+            short = name.split("-assembly")[0]
+            files |= {found.name: found for found in sorted(folder.glob(f"{short}*")) if found.is_file()}
+    if source.components is not None:
+        files["components"] = source.components
+    return files
+
+
+def digests(files: dict[str, Path]) -> dict[str, str]:
+    """sha256 of each file. Raises InputError for a file that cannot be read."""
+    sums = {}
+    for name, path in files.items():
+        try:
+            with path.open("rb") as handle:
+                sums[name] = hashlib.file_digest(handle, "sha256").hexdigest()
+        except OSError as error:
+            raise InputError(path, "", f"cannot be read ({error})") from error
+    return sums
+
+
+def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | None = None) -> Entry:
+    """Features of one structure before any crop.
+
+    Args:
+        source: where alignments, templates and the component dictionary are.
+        name: entry id, `<id>-assembly1`.
+        path: mmCIF file, gzipped or not. A file named `-assembly1` is taken as it is; any other is expanded and cleaned.
+        msa_depth: rows per chain and of the whole alignment (the baseline's `max_msas_per_chain`); None keeps all.
+
+    Raises:
+        InputError: names the file and the field of whatever cannot be used.
+    """
+    text = alignments.read_text(path)
+    sequences: dict[str, tuple[str, list[bool]]] = {}
+    if not assembly.is_prepared(text, path.name):
+        built = assembly.build(text, name, str(path))
+        text, sequences = built.text, built.sequences
+    parsed = structure.parse(text, name, str(path))
+    arrays, smiles = structure.arrays(parsed, str(path))
+    sequences = sequences or parsed.sequences
+    chains = chain_residues(parsed.biomolecule)
+    msa, notes = _alignment(source.msa, name, chains, sequences, msa_depth)
+    template, template_notes = templates.features(source, name, chains, parsed, arrays["tokens"])
+    return Entry(
+        name=name,
+        arrays=arrays | msa | template,
+        chains=tuple(str(chain) for chain in np.unique(parsed.biomolecule.chain_id)),
+        resolution=parsed.resolution,
+        released=parsed.released,
+        smiles=smiles,
+        sources=digests(inputs_of(source, name, path)),
+        notes=tuple(notes + template_notes),
+    )
+
+
+def chain_residues(biomolecule) -> dict[str, dict[str, list[int]]]:
+    """Per chain, in file order, what the baseline's alignment and template functions want to know of its tokens."""
+    result = {}
+    for chain in dict.fromkeys(biomolecule.chain_id.tolist()):
+        mine = biomolecule.chain_id == chain
+        residue = biomolecule.residue_index[mine]
+        result[chain] = {
+            "chemtype": biomolecule.chemtype[mine].tolist(),
+            "restype": biomolecule.restype[mine].tolist(),
+            "residue_index": (residue - 1).tolist(),
+            "unique_chain_residue_indices": np.sort(np.unique(residue, return_index=True)[1]).tolist(),
+        }
+    return result
+
+
+def _alignment(folder, name, chains, sequences, depth) -> tuple[dict[str, np.ndarray], list[str]]:
+    from alphafold3_pytorch import inputs
+
+    bare = []
+    with tempfile.TemporaryDirectory() as staged:
+        for chain, residues in chains.items():
+            sequence = inputs.extract_polymer_sequence_from_chain_residues(
+                residues["chemtype"], residues["restype"], residues["unique_chain_residue_indices"]
+            )
+            found = alignments.find(folder, name, chain) if sequence else []
+            share = None if depth is None or not found else max(1, depth // len(found))
+            texts = [alignments.fit(path, chain, sequence, sequences.get(chain), share) for path in found]
+            if texts:  # one file, because the baseline reads several in the order of the file system
+                (Path(staged) / f"{name}{chain}_all.a3m").write_text("".join(texts))
+            elif folder is not None and sequence:
+                bare.append(chain)
+        features = inputs.load_msa_from_msa_dir(staged, name, chains, max_msas_per_chain=depth)
+    notes = [f"no alignment of chain {', '.join(bare)}: its own sequence only"] if bare else []
+    values = features["deletion_value"].numpy()
+    has_deletion = features["has_deletion"].numpy()
+    table, index = np.unique(values, return_inverse=True)
+    if not np.array_equal(has_deletion, (values > 0).astype(np.float32)) or len(table) > np.iinfo(np.uint16).max:
+        raise InputError(str(folder), name, "deletion features that this cache cannot represent")
+    profile = np.concatenate([features["profile"].numpy(), features["deletion_mean"].numpy()[:, None]], axis=-1)
+    arrays = {
+        "msa": features["msa"].numpy().astype(np.uint8),
+        "deletions": index.reshape(values.shape).astype("<u2"),
+        "deletion_values": table.astype("<f4"),
+        "profile": profile.astype("<f4"),
+    }
+    if not bool(features["msa_row_mask"].all()):
+        raise InputError(str(folder), name, "a masked alignment row")
+    return arrays, notes

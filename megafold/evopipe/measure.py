@@ -1,0 +1,96 @@
+"""One training example through the baseline's own path, and the same through the cache: for the `data_pipeline` sweep."""
+
+from __future__ import annotations
+
+import atexit
+import random
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megafold.evopipe import alignments, assembly
+from megafold.evopipe.sources import DataSource, materialize
+
+
+@lru_cache(maxsize=4)
+def stage_for_stock(source: DataSource) -> Path:
+    """A folder in the layout that the baseline reads: uncompressed, expanded, cleaned, alignments named by chain.
+
+    Not timed: the baseline needs files prepared like this (and silently ignores gzipped alignments).
+    """
+    source = materialize(source)
+    root = Path(tempfile.mkdtemp(prefix="megafold-stock-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    (root / "msa").mkdir()
+    from megafold.evopipe.featurize import chain_residues
+    from megafold.evopipe.structure import parse
+
+    for name, path in source.files().items():
+        text, sequences = alignments.read_text(path), {}
+        if not assembly.is_prepared(text, path.name):
+            built = assembly.build(text, name, str(path))
+            text, sequences = built.text, built.sequences
+        folder = root / "mmcif" / name[1:3]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.cif").write_text(text)
+        if source.msa is None:
+            continue
+        from alphafold3_pytorch.inputs import extract_polymer_sequence_from_chain_residues as polymer_sequence
+
+        parsed = parse(text, name, str(path))
+        for chain, residues in chain_residues(parsed.biomolecule).items():
+            keys = ("chemtype", "restype", "unique_chain_residue_indices")
+            sequence = polymer_sequence(*(residues[key] for key in keys))
+            full = (sequences or parsed.sequences).get(chain)
+            for number, file in enumerate(alignments.find(source.msa, name, chain) if sequence else []):
+                fitted = alignments.fit(file, chain, sequence, full, None)
+                (root / "msa" / f"{name}{chain}_{number}.a3m").write_text(fitted)
+    return root
+
+
+def read_stock_example(source: DataSource, entry: str, crop_size: int, msa_depth: int, seed: int) -> Any:
+    """The baseline: parse, featurise and crop one structure. Returns an `AtomInput` (dense atom pairs).
+
+    The first call for a source prepares its folder (`stage_for_stock`); call that before timing.
+    """
+    from alphafold3_pytorch import inputs
+
+    if inputs.CCD_COMPONENTS_SMILES is None:
+        from megafold.evopipe import ccd
+
+        ccd.install(source.components)
+    from alphafold3_pytorch.data import mmcif_parsing
+
+    mmcif_parsing.parse.cache_clear()  # it keeps the last 16 files; an epoch over a data set never hits it
+    root = stage_for_stock(source)
+    random.seed(seed)
+    np.random.seed(seed)
+    example = inputs.PDBInput(
+        mmcif_filepath=str(root / "mmcif" / entry[1:3] / f"{entry}.cif"),
+        chains=(None, None),
+        cropping_config={
+            "contiguous_weight": 0.2,
+            "spatial_weight": 0.4,
+            "spatial_interface_weight": 0.4,
+            "n_res": crop_size,
+        },
+        msa_dir=str(root / "msa"),
+        max_msas_per_chain=msa_depth,
+        training=True,
+    )
+    return inputs.maybe_transform_to_atom_input(example, raise_exception=True)
+
+
+def read_cached_example(cache: Path, entry: str, crop_size: int, msa_depth: int, seed: int) -> Any:
+    """The same through a cache: a fresh reader (file opened, checksums verified), one crop. Returns an `AtomInput`."""
+    from megafold.evopipe.loader import CachedStructures
+
+    dataset = CachedStructures(cache, crop_size=crop_size, msa_depth=msa_depth, seed=seed, entries=[entry])
+    try:
+        return dataset[0]
+    finally:
+        dataset.cache.close()
