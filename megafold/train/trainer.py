@@ -122,8 +122,10 @@ class Trainer:
         """Train on one batch: keyword arguments of the forward, copied to the device where they are elsewhere.
 
         A loss or gradient norm that is not finite changes no weight and no optimizer state; the step still counts in
-        ``steps`` (and so in the schedule), and in ``skipped`` and ``skipped_in_a_row``. Out of memory is raised as it
-        comes, after the gradients of the broken step are dropped; the weights are then as they were before it.
+        ``steps`` (and so in the schedule), and in ``skipped`` and ``skipped_in_a_row``. The same goes for an alignment
+        of the loss that finds no solution, which the stock model tells by an exception: its loss is NaN here. Out of
+        memory is raised as it comes, after the gradients of the broken step are dropped; the weights are then as they
+        were before it.
         """
         inputs = {name: _to(value, self.device) for name, value in batch.items()}
         rate = self.settings.rate(self.steps)
@@ -134,12 +136,16 @@ class Trainer:
                 loss, breakdown = self.model(**inputs, return_loss_breakdown=True)
             after_forward = self.timer.mark()
             loss.backward()
+            loss = loss.detach()
+            breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
+        except torch.linalg.LinAlgError:
+            after_forward = self.timer.mark()
+            loss, breakdown = torch.tensor(torch.nan, device=self.device), {}
+            self.optimizer.zero_grad(set_to_none=True)
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
             raise
         after_backward = self.timer.mark()
-        loss = loss.detach()
-        breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm).detach()
         # The only read of a device number in a step: an update with NaN in it would be lost silently.
         skipped = not math.isfinite(float(loss + grad_norm))

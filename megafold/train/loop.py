@@ -1,0 +1,258 @@
+"""`megafold train`: examples, steps, log, checkpoints, and an orderly end whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafold.errors import InputError
+from megafold.metrics.memory import MemoryProbe
+from megafold.model.build import build_model, model_kwargs
+from megafold.model.plan import Plan
+from megafold.train import checkpoint, randomness
+from megafold.train.config import TrainConfig
+from megafold.train.examples import ExampleStream, open_stream
+from megafold.train.log import Progress, StepLog
+from megafold.train.stop import StopRequest
+from megafold.train.trainer import StepResult, Trainer
+from megafold.train.workload import arrange
+
+_CPU_ALLOCATOR = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How a run ended.
+
+    Attributes:
+        step: steps done, those of earlier runs in this folder included.
+        loss: of the last step of this run; None if there was nothing left to do.
+        skipped: steps whose gradient was not finite.
+        stopped_by: the signal that ended the run before its last step, or None.
+    """
+
+    step: int
+    loss: float | None
+    skipped: int
+    stopped_by: str | None
+    checkpoint: Path
+    log: Path
+
+
+def train(config: TrainConfig) -> TrainReport:
+    """Train until ``config.steps``, from the last checkpoint in ``config.output`` if there is one.
+
+    Checkpoints are written every ``config.checkpoint.every`` steps, at the end, and when SIGTERM, SIGUSR1 or Ctrl-C
+    asks the run to stop; a resumed run takes the same steps as one that was never stopped. The log is
+    ``output/log.jsonl``: per step the loss and its terms, learning rate, gradient norm, seconds, loader wait, tokens.
+
+    Raises:
+        InputError: for a device, cache, model option or checkpoint that does not fit; when the device has too little
+            memory for a step; when ``max_skipped_in_a_row`` steps gave no finite gradient.
+    """
+    device = _device(config)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
+    kwargs = model_kwargs(config.model.preset, **config.model.overrides)
+    stream = open_stream(config, kwargs)
+    torch.manual_seed(config.seed)
+    trainer = Trainer(_model(config), config.optimizer, device=device, dtype=_dtype(config, device))
+    folder = config.output / "checkpoints"
+    log = StepLog(config.output / "log.jsonl")
+    run = _Run(config, trainer, stream, folder, log)
+    try:
+        run.resume()
+        return run.run()
+    finally:
+        log.close()
+
+
+class _Run:
+    """One call of :func:`train` after everything is built."""
+
+    def __init__(
+        self, config: TrainConfig, trainer: Trainer, stream: ExampleStream, folder: Path, log: StepLog
+    ) -> None:
+        self._config, self._trainer, self._stream, self._folder, self._log = config, trainer, stream, folder, log
+        self._saved: Path | None = None
+
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint, if any.
+
+        Raises:
+            InputError: if it was written under another configuration (the first setting that differs is named).
+        """
+        found = checkpoint.load_latest(self._folder)
+        if found is None:
+            self._log.write(event="start", digest=self._config.digest(), pid=os.getpid())
+            return
+        path, state, problems = found
+        for problem in problems:
+            print(f"left out: {problem}", flush=True)
+        if state["digest"] != self._config.digest():
+            name, then, now = _first_difference(state["config"], self._config.trajectory())
+            raise InputError(
+                self._config.file,
+                name,
+                f"is {now!r}, but {path} was trained with {then!r}; change it back or choose another output",
+            )
+        trainer = self._trainer
+        trainer.model.load_state_dict(state["model"]["state_dict"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        trainer.steps, trainer.skipped = state["step"], state["skipped"]
+        trainer.skipped_in_a_row = state["skipped_in_a_row"]
+        self._stream.seek(state["examples"])
+        randomness.restore(state["randomness"])
+        self._saved = path
+        self._log.write(event="resume", step=trainer.steps, checkpoint=path.name, pid=os.getpid())
+        print(f"resumed from {path} at step {trainer.steps}", flush=True)
+
+    def run(self) -> TrainReport:
+        config, trainer = self._config, self._trainer
+        progress = Progress(trainer.steps, config.steps)
+        loss: float | None = None
+        try:
+            with StopRequest() as request:
+                while trainer.steps < config.steps and request.signal is None:
+                    loss = self._step(progress)
+                    if trainer.steps % config.checkpoint.every == 0 and trainer.steps < config.steps:
+                        self._save()
+                if self._saved is None or checkpoint.checkpoints(self._folder)[-1] != self._path():
+                    self._save()
+                stopped_by = request.signal if trainer.steps < config.steps else None
+        finally:
+            progress.close()
+        self._log.write(event="stop", step=trainer.steps, signal=stopped_by, checkpoint=self._saved.name)
+        if stopped_by:
+            print(f"stopped by {stopped_by} after step {trainer.steps}; saved {self._saved}", flush=True)
+        log = config.output / "log.jsonl"
+        return TrainReport(trainer.steps, loss, trainer.skipped, stopped_by, self._saved, log)
+
+    def _step(self, progress: Progress) -> float:
+        config, trainer = self._config, self._trainer
+        place, generators = self._stream.state(), randomness.snapshot()
+        began = time.perf_counter()
+        batch = next(self._stream)
+        wait = time.perf_counter() - began
+        number = trainer.steps
+        try:
+            result = trainer.step(arrange(batch, config.workload, number, config.seed))
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            self._save(place, generators)  # the weights are those before this step
+            raise self._too_large(batch, error) from None
+        self._log.write(**_describe(number, result, batch, wait, self._stream.epoch))
+        progress.step(number + 1, loss=result.loss, seconds=result.seconds, loader_wait=wait, skipped=result.skipped)
+        if trainer.skipped_in_a_row >= config.max_skipped_in_a_row:
+            raise InputError(
+                config.file,
+                "optimizer.learning_rate",
+                f"{trainer.skipped_in_a_row} steps in a row gave no finite gradient (last loss {result.loss}); "
+                f"lower the rate or lengthen warmup_steps, and continue from {self._saved or 'the start'}",
+            )
+        return result.loss
+
+    def _path(self) -> Path:
+        return self._folder / f"step-{self._trainer.steps:08d}.pt"
+
+    def _save(self, place: Mapping[str, int] | None = None, generators: Mapping[str, Any] | None = None) -> None:
+        trainer, model = self._trainer, self._trainer.model
+        # The stock model's own layout, so that its `load` and `init_and_load` take the file.
+        weights = getattr(model, "state_dict_with_init_args", None) or {"state_dict": model.state_dict()}
+        state = {
+            "model": weights,
+            "optimizer": trainer.optimizer.state_dict(),
+            "skipped": trainer.skipped,
+            "skipped_in_a_row": trainer.skipped_in_a_row,
+            "examples": dict(place or self._stream.state()),
+            "randomness": generators or randomness.snapshot(),
+            "config": self._config.trajectory(),
+            "digest": self._config.digest(),
+        }
+        self._saved = checkpoint.save(self._folder, trainer.steps, state, keep=self._config.checkpoint.keep)
+        self._log.write(event="checkpoint", step=trainer.steps, checkpoint=self._saved.name)
+
+    def _too_large(self, batch: Mapping[str, Any], error: BaseException) -> InputError:
+        peak = MemoryProbe(self._trainer.device).peak().allocated / 2**30
+        tokens, depth = _tokens(batch), _length(batch, "msa")
+        return InputError(
+            self._config.file,
+            "data.crop_size",
+            f"out of memory on {self._trainer.device} at step {self._trainer.steps + 1}: {tokens} tokens, "
+            f"{batch['atom_inputs'].shape[1]} atoms, alignment depth {depth}, peak {peak:.1f} GiB; lower crop_size, "
+            f"msa_depth or batch_size, or turn on the checkpoint_* options in model.overrides; saved {self._saved} "
+            f"({str(error).splitlines()[0]})",
+        )
+
+
+def _describe(number: int, result: StepResult, batch: Mapping[str, Any], wait: float, epoch: int) -> dict[str, Any]:
+    names = batch.get("filepath")
+    return {
+        "step": number + 1,
+        "epoch": epoch,
+        "loss": result.loss,
+        "breakdown": result.breakdown,
+        "lr": result.learning_rate,
+        "grad_norm": result.grad_norm,
+        "seconds": result.seconds,
+        "forward_seconds": result.forward_seconds,
+        "backward_seconds": result.backward_seconds,
+        "optimizer_seconds": result.optimizer_seconds,
+        "loader_wait": wait,
+        "tokens": _tokens(batch),
+        "entry": [str(name) for name in names] if names else None,
+        "skipped": result.skipped,
+    }
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    return int((batch["molecule_atom_lens"] > 0).sum())
+
+
+def _length(batch: Mapping[str, Any], name: str) -> int:
+    return 0 if batch.get(name) is None else batch[name].shape[1]
+
+
+def _model(config: TrainConfig) -> torch.nn.Module:
+    try:
+        model = build_model(config.model.preset, **config.model.overrides)
+    except InputError as error:
+        raise InputError(config.file, f"model.overrides.{error.field}", error.problem) from None
+    if config.plan != Plan.none():
+        from megafold.model.optimize import optimize
+
+        print(optimize(model, config.plan), flush=True)
+    return model
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(config.file, "device", "cuda: no GPU is visible to this torch; expected auto or cpu here")
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    if config.dtype == "bf16" and device.type == "cpu":
+        raise InputError(config.file, "dtype", "bf16: the model's alignment has no bf16 on a CPU; use fp32")
+    return {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[config.dtype]
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(text in str(error) for text in _CPU_ALLOCATOR)
+
+
+def _first_difference(then: Any, now: Any, name: str = "") -> tuple[str, Any, Any]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*now, *then]:
+            if then.get(key) != now.get(key):
+                return _first_difference(then.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return name, then, now
