@@ -38,7 +38,7 @@ class Driver:
 
     def __init__(self, site: Site, request: Request, note: Callable[[str], None]) -> None:
         self.site, self.request = site, request
-        self.note = lambda text: note(f"{request.name}: {text}")
+        self.note = lambda text: note(f"{request.label}: {text}")
         self.scheduler: Scheduler = EXECUTORS[site.executor](site, request.folder.parent)
         self.file: Path = request.folder / "job.json"
         self.record: dict[str, Any] = {"name": request.name, "site": site.name, "job_id": None, "previous": []}
@@ -64,13 +64,13 @@ class Driver:
             return self._finish(self._settle(job_id, state))
         except Refused as refused:
             reason = f"refused by the scheduler: {refused}"
-            return self._finish(Outcome(self.request.name, "", "failed", reason, str(self.request.folder)))
+            return self._finish(Outcome(self.request.label, "", "failed", reason, str(self.request.folder)))
         except Cancelled as cancelled:
             job_id = self.record["job_id"]
             self.note(f"{cancelled}: cancelling job {job_id or '(id not known yet)'}")
             self.scheduler.cancel(self.request, job_id)
             reason = f"cancelled by {cancelled}"
-            self._finish(Outcome(self.request.name, job_id or "", "cancelled", reason, str(self.request.folder)))
+            self._finish(Outcome(self.request.label, job_id or "", "cancelled", reason, str(self.request.folder)))
             raise
 
     def _attach(self) -> str | None:
@@ -171,7 +171,7 @@ class Driver:
         while state in ("COMPLETED", "") and len(ends) < self.request.tasks and time.time() < end:
             time.sleep(0.2)
             ends = read_ends(self.request.folder, job_id)
-        return settle(self.request.name, job_id, state, ends, self.request.tasks, self.request.folder)
+        return settle(self.request.label, job_id, state, ends, self.request.tasks, self.request.folder)
 
     def _finish(self, outcome: Outcome) -> Outcome:
         self._save(outcome)

@@ -31,8 +31,9 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXP
 
 @dataclass(frozen=True)
 class Request:
-    """One command to run: `name` is unique among the user's jobs, `minutes` the time limit, `folder` absolute."""
+    """One command to run: `label` for people, `name` unique among the user's jobs, `folder` absolute; `minutes`: limit."""
 
+    label: str
     name: str
     folder: Path
     command: tuple[str, ...]

@@ -56,7 +56,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     unique = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-{digest}"
-    request = Request(unique, folder, tuple(command), nodes, tasks, time_limit or site.time_limit)
+    request = Request(name, unique, folder, tuple(command), nodes, tasks, time_limit or site.time_limit)
     return Driver(site, request, note or _say).run()
 
 

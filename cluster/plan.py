@@ -36,7 +36,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Plan:
-    """`batches`: by sweep and batch name, the comparisons of a job; `cached`: the sweeps that read the EvoPipe cache."""
+    """`batches`: by sweep and batch name, the comparisons of a job; `cached`: the sweeps that read the cache."""
 
     site: Site
     config: Mapping[str, Any]
@@ -103,8 +103,10 @@ def profile_config(arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
             name = arguments[index + 1]
         elif argument.startswith("--profile="):
             name = argument.partition("=")[2]
-    path = Path(name) / "config.yaml"
-    if not name or not path.is_file():
+    # Snakemake may have changed the working directory (--directory) since it read the profile
+    places = [Path(start, name, "config.yaml") for start in (".", os.environ.get("PWD", "."), FOLDER.parent)]
+    path = next((place for place in places if name and place.is_file()), None)
+    if path is None:
         return "--config", {}
     content = read_yaml(path).get("config") or {}
     if not isinstance(content, dict):

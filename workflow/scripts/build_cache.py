@@ -1,8 +1,7 @@
 """`megafold cache build` as a job of the site."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from cluster.plan import run_megafold, telling
 from cluster.site import load_site

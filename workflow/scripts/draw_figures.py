@@ -1,8 +1,7 @@
 """PNG and SVG of one sweep, and a list of what was drawn."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from analysis.figures import write_figures
 from cluster.plan import telling

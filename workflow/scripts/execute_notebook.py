@@ -1,8 +1,7 @@
 """Run the notebook of one sweep on this site's records."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from analysis.notebooks import execute_notebook
 from cluster.plan import telling

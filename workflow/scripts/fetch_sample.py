@@ -1,8 +1,7 @@
 """Download what the cache is built from: the driver has a network, a compute node may have none."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from cluster.plan import telling
 from megafold.evopipe.sources import data_source, materialize

@@ -1,8 +1,7 @@
 """CSV and Markdown of one sweep; the readable table also goes to the terminal."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from analysis.tables import of_sweep, print_table, write_tables
 from cluster.plan import telling

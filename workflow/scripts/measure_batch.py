@@ -1,9 +1,8 @@
 """Measure one batch of comparisons as a job of the site; fails where a point has no result."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 import sys
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from cluster.batch import FAILING, Layout, measure_batch
 from cluster.plan import megafold_command, telling

@@ -1,8 +1,7 @@
 """`megafold verify` as a job of the site, on the device that will be measured."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from cluster.plan import run_megafold, telling
 

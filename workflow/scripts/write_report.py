@@ -1,9 +1,8 @@
 """The self-contained HTML page of this site's results."""
+# ruff: noqa: F821 (Snakemake puts `snakemake` into a script's globals)
 
 import sys
 from pathlib import Path
-
-from snakemake.script import snakemake
 
 from analysis.report import write_report
 from cluster.plan import telling
