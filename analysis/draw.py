@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from analysis.quantities import Quantity
-from analysis.style import GRID, INK, colour, display, marker
+from analysis.style import GRID, INK, MUTED, colour, display, marker
 from analysis.tables import rounded
 
 # With fewer lengths than this a line says nothing: bars.
@@ -23,25 +23,29 @@ UNITS = {"percent": "%"}
 HALO = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.6}
 
 
-def by_length(axes: Axes, frame: pd.DataFrame, found: Quantity, *, log: bool = False) -> None:
+def by_length(axes: Axes, frame: pd.DataFrame, found: Quantity, *, lines: bool, log: bool = False) -> None:
     """Draw `found` by `length` for each contender of `frame` (columns: length, contender, status, and its values).
 
-    Three lengths or more become lines with a p20-p80 band, fewer become bars with p20-p80 whiskers. A contender that
-    ran out of memory or timed out at a length is marked there.
+    `lines` with a p20-p80 band (for LINE_LENGTHS or more), or bars with p20-p80 whiskers. A contender that ran out of
+    memory or timed out at a length is marked there.
     """
     lengths = sorted(frame["length"].unique())
-    if len(lengths) >= LINE_LENGTHS:
+    if lines:
         _lines(axes, frame, found, lengths, log)
     else:
         _bars(axes, frame, found, lengths)
     seaborn.despine(ax=axes)
 
 
-def speedups(axes: Axes, frame: pd.DataFrame, column: str) -> None:
-    """Bars of a ratio by length for each contender but the baseline, which is the line at 1."""
+def speedups(axes: Axes, frame: pd.DataFrame, column: str, *, lines: bool) -> None:
+    """A ratio by length, the baseline being the line at 1: bars, or lines where bars would be many."""
     lengths = sorted(frame["length"].unique())
-    _bars(axes, frame, Quantity(column.removesuffix("_x"), "ratio", "x"), lengths, times=True)
-    axes.axhline(1, color=INK, linewidth=1, zorder=3)
+    ratio = Quantity(column.removesuffix("_x"), "ratio", "x")
+    if lines:
+        _lines(axes, frame, ratio, lengths, log=False)
+    else:
+        _bars(axes, frame, ratio, lengths, times=True)
+    axes.axhline(1, color=INK, linewidth=1, zorder=2.5)
     seaborn.despine(ax=axes)
 
 
@@ -115,8 +119,7 @@ def _lines(axes: Axes, frame: pd.DataFrame, found: Quantity, lengths: Sequence[i
     axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.12)
     if log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.grid(axis="y", which="minor", color=GRID, linewidth=0.4)
+        _plain_log(axes)
     else:
         axes.set_ylim(bottom=0)
     low, high = axes.get_ylim()
@@ -124,6 +127,16 @@ def _lines(axes: Axes, frame: pd.DataFrame, found: Quantity, lengths: Sequence[i
         rise = 0.06 + 0.05 * max(failed.values())
         axes.set_ylim(low, high * (high / low) ** rise if log else high * (1 + rise))
     axes.set_xlabel("tokens N")
+
+
+def _plain_log(axes: Axes) -> None:
+    """Plain numbers on a log axis; 2 and 5 are labelled too where it spans less than about two decades."""
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    labelled = ("2", "5") if high / low < 60 else ()
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in labelled else ""))
+    axes.tick_params(axis="y", which="minor", labelsize=8, labelcolor=MUTED)
+    axes.grid(axis="y", which="minor", color=GRID, linewidth=0.4)
 
 
 def _bars(axes: Axes, frame: pd.DataFrame, found: Quantity, lengths: Sequence[int], *, times: bool = False) -> None:

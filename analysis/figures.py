@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -17,6 +17,10 @@ from analysis.tables import by_device, of_sweep, rounded, sweep_table
 from experiments.record import Record
 
 COLUMNS = 3
+# With so many contenders the bars of three lengths are too thin for their numbers.
+MANY = 3
+# Inches: of lines by length, and of bars.
+PANEL, SHORT = (4.2, 2.7), (4.2, 2.1)
 
 
 def write_figures(records: Iterable[Record], sweep: str, folder: Path) -> list[Path]:
@@ -68,7 +72,7 @@ def _iteration(records: Sequence[Record]) -> dict[str, Figure]:
         if name == "memory" and records[0].vendor == "cpu":
             title += " (process, on the host)"
         figures[name] = _by_length(records, wanted, title)
-    speedup = _speedup(records, "Training step")
+    speedup = _speedup(records, "Training step", {"speedup_x": ""})
     return figures | ({"speedup": speedup} if speedup else {})
 
 
@@ -79,36 +83,44 @@ def _by_length(records: Sequence[Record], wanted: Quantity, title: str) -> Figur
     lines = any(len({length(record) for record in part}) >= draw.LINE_LENGTHS for part in parts.values())
     figure, axes = canvas(
         *shape, title=title, subtitle=conditions(records), footnotes=_footnotes(records, lines),
-        entries=draw.handles(contenders, lines=lines), headed=any(parts),
+        entries=draw.handles(contenders, lines=lines), headed=any(parts), labelled=lines,
+        panel=PANEL if lines else SHORT,
     )  # fmt: skip
     for panel, (name, part) in zip(axes, parts.items()):
         frame = _frame(part)
         frame = frame[frame["contender"].isin(contenders)]
-        draw.by_length(panel, frame, wanted, log=wanted.kind == "time")
+        draw.by_length(panel, frame, wanted, lines=lines, log=wanted.kind == "time")
         panel.set_title(name)
         panel.set_ylabel(draw.unit_label(wanted))
     _hide(axes[len(parts) :])
     return figure
 
 
-def _speedup(records: Sequence[Record], subject: str) -> Figure | None:
-    parts = {name: _frame(part) for name, part in _facets(records).items()}
+def _speedup(records: Sequence[Record], subject: str, columns: Mapping[str, str]) -> Figure | None:
+    """Bars of the ratio columns (column -> panel title) by facet; None where no contender has a ratio."""
     baselines = {record.point.contender.name for record in records if is_baseline(record)}
-    drawn = {
-        name: frame[~frame["contender"].isin(baselines) & frame["speedup_x"].notna()] for name, frame in parts.items()
-    }
-    drawn = {name: frame for name, frame in drawn.items() if not frame.empty}
+    drawn: dict[str, tuple[pd.DataFrame, str]] = {}
+    for name, part in _facets(records).items():
+        frame = _frame(part)
+        for column, title in columns.items():
+            rows = frame[~frame["contender"].isin(baselines) & frame[column].notna()]
+            if not rows.empty:
+                drawn[", ".join(filter(None, (title, name)))] = rows, column
     if not drawn:
         return None
-    contenders = list(dict.fromkeys(name for frame in drawn.values() for name in frame["contender"]))
+    contenders = list(dict.fromkeys(name for frame, _ in drawn.values() for name in frame["contender"]))
     baseline = display(next(iter(baselines)))
+    lines = len(contenders) >= MANY and any(
+        frame["length"].nunique() >= draw.LINE_LENGTHS for frame, _ in drawn.values()
+    )
+    shape = _grid(len(drawn)) if len(columns) == 1 else (-(-len(drawn) // len(columns)), min(len(drawn), len(columns)))
     figure, axes = canvas(
-        *_grid(len(drawn)), title=f"{subject}: speed-up over {baseline}", subtitle=conditions(records),
-        entries=draw.handles(contenders, lines=False), headed=any(drawn),
+        *shape, title=f"{subject}: speed-up over {baseline}", subtitle=conditions(records), panel=SHORT,
+        entries=draw.handles(contenders, lines=lines), headed=any(drawn), labelled=lines,
         footnotes=[f"{baseline} = 1, measured in the same run on the same device.", *_footnotes(records, None)],
     )  # fmt: skip
-    for panel, (name, frame) in zip(axes, drawn.items()):
-        draw.speedups(panel, frame, "speedup_x")
+    for panel, (name, (frame, column)) in zip(axes, drawn.items()):
+        draw.speedups(panel, frame, column, lines=lines)
         panel.set_title(name)
         panel.set_ylabel("speed-up (×)")
     _hide(axes[len(drawn) :])
@@ -130,7 +142,7 @@ def _ablation(records: Sequence[Record]) -> dict[str, Figure]:
     memory = any(frame["memory_ratio_x"].notna().any() for frame in frames.values())
     figure, axes = canvas(
         len(frames), 1 + memory, title="What each switch brings", subtitle=conditions(records), left=2.3,
-        panel=(3.6, 0.4 * tallest + 0.15), gap=(0.3, 0.95),
+        panel=(3.6, 0.4 * tallest + 0.15), gap=(0.3, 0.95), labelled=False,
         footnotes=["Ratios to the stock model, measured in the same run on one device.", *_footnotes(records, None)],
     )  # fmt: skip
     for row, (name, frame) in enumerate(frames.items()):
@@ -162,7 +174,9 @@ def _kernels(records: Sequence[Record]) -> dict[str, Figure]:
     memory = found.get(leading_memory(set(found)) or "")
     if memory is not None:
         figures["memory"] = _kernel_panels(records, [memory], "Triangle attention: peak memory")
-    speedup = _speedup(records, "Triangle attention, forward + backward")
+    speedup = _speedup(
+        records, "Triangle attention", {"forward_speedup_x": "Forward", "speedup_x": "Forward + backward"}
+    )
     return figures | ({"speedup": speedup} if speedup else {})
 
 
@@ -172,13 +186,14 @@ def _kernel_panels(records: Sequence[Record], wanted: Sequence[Quantity], title:
     lines = any(len({length(record) for record in part}) >= draw.LINE_LENGTHS for part in parts.values())
     figure, axes = canvas(
         len(parts), len(wanted), title=title, subtitle=conditions(records), footnotes=_footnotes(records, lines),
-        entries=draw.handles(contenders, lines=lines),
+        entries=draw.handles(contenders, lines=lines), labelled=lines, panel=PANEL if lines else SHORT,
+        headed=len(wanted) > 1 or any(parts),
     )  # fmt: skip
     pairs = [(name, part, one) for name, part in parts.items() for one in wanted]
     for panel, (name, part, one) in zip(axes, pairs):
         frame = _frame(part)
-        draw.by_length(panel, frame[frame["contender"].isin(contenders)], one, log=True)
-        panel.set_title(", ".join(filter(None, [one.label, name])))
+        draw.by_length(panel, frame[frame["contender"].isin(contenders)], one, lines=lines, log=True)
+        panel.set_title(", ".join(filter(None, [one.label if len(wanted) > 1 else "", name])))
         panel.set_ylabel(draw.unit_label(one))
     return figure
 

@@ -135,8 +135,8 @@ CLAIMS = (
 def claims_table(records: Iterable[Record], file: Path = PAPER) -> pd.DataFrame:
     """The paper's headline claims: value, ours (or "not measured here"), and under which conditions each holds.
 
-    Ours is the ratio of eager and megafold of one comparison in one job, at the claim's N, with the paper's model on a
-    GPU. A CPU's ratios are never given for a claim.
+    Ours is the ratio of eager and megafold of one comparison in one job, at the claim's N, with the paper's model, on
+    the claim's card. What another GPU gave is told in the conditions only, and what a CPU gave not at all.
     """
     records, paper = list(records), read_paper(file)
     headlines = paper[paper["claim"] == "headline"]
@@ -156,13 +156,14 @@ def claims_table(records: Iterable[Record], file: Path = PAPER) -> pd.DataFrame:
             "sweep": claim.sweep,
         }
         found = _claimed(claim, records)
-        rows += [base | {"ours": ours, "conditions": told} for ours, told in found] or [
-            base | {"ours": NOT_MEASURED, "conditions": _why_not(claim, records)}
+        there = [(ours, told) for ours, told, same in found if same]
+        rows += [base | {"ours": ours, "conditions": told} for ours, told in there] or [
+            base | {"ours": NOT_MEASURED, "conditions": _why_not(claim, records, found)}
         ]
     return pd.DataFrame(rows)
 
 
-def _claimed(claim: Claim, records: Sequence[Record]) -> list[tuple[str, str]]:
+def _claimed(claim: Claim, records: Sequence[Record]) -> list[tuple[str, str, bool]]:
     found = []
     for record in records:
         setting = record.point.setting
@@ -178,11 +179,13 @@ def _claimed(claim: Claim, records: Sequence[Record]) -> list[tuple[str, str]]:
         ours, base = _value(record, quantity), _value(rival, quantity)
         if isinstance(ours, float) and isinstance(base, float):
             told = "; ".join(deviations(record, claim.hardware, claim.gpus)) or "the paper's hardware and workload"
-            found.append((f"{base / ours:.2f}×", told))
+            found.append((f"{base / ours:.2f}×", told, same_device(record, claim.hardware)))
     return found
 
 
-def _why_not(claim: Claim, records: Sequence[Record]) -> str:
+def _why_not(claim: Claim, records: Sequence[Record], elsewhere: Sequence[tuple[str, str, bool]]) -> str:
+    if elsewhere:
+        return " / ".join(f"{ours} on another card: {told}" for ours, told, _ in elsewhere)
     if claim.sweep not in {record.point.setting.sweep for record in records}:
         return f"sweep {claim.sweep} was not run"
     if all(record.vendor == "cpu" for record in records):

@@ -35,6 +35,8 @@ TITLES = {
     "model_size": "Model size",
 }
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Columns whose cells may wrap.
+WORDY = ("Reason", "Where", "Conditions", "Conditions here", "Claim")
 FAILED = ("oom", "timeout", "unsupported", "node_failure", "error")
 
 
@@ -131,7 +133,9 @@ def _section(records: Sequence[Record], site: str) -> Section:
     name = records[0].point.setting.sweep
     with tempfile.TemporaryDirectory() as folder:
         paths = [path for path in write_figures(records, name, Path(folder)) if path.suffix == ".svg"]
-        pictures = [{"source": _embedded(path), "alt": f"{path.stem.replace('_', ' ')}"} for path in paths]
+        pictures = [
+            {"source": _embedded(path), "alt": path.stem.replace("_", " "), "width": _width(path)} for path in paths
+        ]
     commands = [f"snakemake --profile cluster/{site} {name}"] if (REPOSITORY / "cluster" / site).is_dir() else []
     return Section(
         name=name,
@@ -153,6 +157,12 @@ def _embedded(path: Path) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
+def _width(path: Path) -> str:
+    """Width on the page, so that type is of one size in all figures: 6.1 rem an inch of the figure."""
+    points = re.search(r'<svg[^>]* width="([0-9.]+)pt"', path.read_text())
+    return f"{float(points.group(1)) / 72 * 6.1:.1f}rem" if points else "100%"
+
+
 def _table(frame: pd.DataFrame) -> Markup:
     """A table that scrolls sideways in a narrow window; rows of the baseline are muted, ours stand out."""
     right = {name for name in frame.columns if name in NUMERIC or str(name).endswith("speed-up")}
@@ -166,13 +176,16 @@ def _table(frame: pd.DataFrame) -> Markup:
         kind = {"eager": "base", "stock": "base", "megafold": "ours", "evoflash3d": "ours", "evopipe": "ours"}
         own = kind.get(row.get("Contender", ""), "")
         cells = Markup("").join(
-            Markup("<td{}>{}</td>").format(Markup(' class="num"' if name in right else ""), row[name])
-            for name in frame.columns
+            Markup("<td{}>{}</td>").format(_cell_class(name, right), row[name]) for name in frame.columns
         )
         rows.append(Markup("<tr{}>{}</tr>").format(Markup(f' class="{own}"' if own else ""), cells))
     return Markup(
         '<div class="scroll" tabindex="0"><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
     ).format(head, Markup("").join(rows))
+
+
+def _cell_class(name: str, right: set[str]) -> Markup:
+    return Markup(' class="num"' if name in right else ' class="words"' if name in WORDY else "")
 
 
 def _facts(records: Sequence[Record]) -> list[tuple[str, str]]:

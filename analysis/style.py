@@ -32,7 +32,7 @@ OTHERS = ("#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#35978f", "#8c510a")
 MARKERS = {"eager": "s", "stock": "s", "compile": "^", "sdpa": "D", "trifast": "v", "cuequivariance": "P"}
 MARKERS |= {"openfold3": "X", "protenix": "<"}
 NAMES = {
-    "eager": "stock (eager)",
+    "eager": "stock (eager PyTorch)",
     "compile": "torch.compile",
     "megafold": "MegaFold",
     "evoflash3d": "EvoFlash-3D",
@@ -102,6 +102,7 @@ def canvas(
     panel: tuple[float, float] = (4.2, 2.7),
     entries: tuple[Sequence, Sequence[str]] | None = None,
     headed: bool = True,
+    labelled: bool = True,
     left: float = 0.78,
     gap: tuple[float, float] = (0.72, 0.85),
     footnotes: Sequence[str] = (),
@@ -109,12 +110,15 @@ def canvas(
 ) -> tuple[Figure, list[Axes]]:
     """A figure of `rows` x `columns` panels, sizes in inches; title, subtitle and footnotes are wrapped to its width.
 
-    `entries` are the handles and labels of one legend for all panels, `headed` leaves room for panel titles.
+    `entries` are the handles and labels of one legend for all panels, `headed` and `labelled` leave room
+    for panel titles and x-axis labels.
     """
     width = max(minimum_width, left + columns * panel[0] + (columns - 1) * gap[0] + 0.25)
-    subtitle, small = _wrapped(subtitle, width, 8.5), [line for note in footnotes for line in _lines(note, width, 7.5)]
-    top = 0.52 + 0.17 * (subtitle.count("\n") + 1) + (0.34 if entries else 0.06) + (0.3 if headed else 0.08)
-    bottom = 0.58 + 0.15 * len(small) + (0.08 if small else 0)
+    subtitle, small = _wrapped(subtitle, width, 8.5), [line for line in _lines(" ".join(footnotes), width, 8) if line]
+    rank = _legend_columns(entries[1], width) if entries else 1
+    legend_height = 0.12 + 0.22 * -(-len(entries[1]) // rank) if entries else 0.06
+    top = 0.52 + 0.17 * (subtitle.count("\n") + 1) + legend_height + (0.3 if headed else 0.08)
+    bottom = (0.56 if labelled else 0.36) + 0.15 * len(small) + (0.08 if small else 0)
     height = top + rows * panel[1] + (rows - 1) * gap[1] + bottom
     figure = Figure(figsize=(width, height))
     grid = figure.add_gridspec(
@@ -123,20 +127,33 @@ def canvas(
         wspace=gap[0] / ((width - left - 0.25 - (columns - 1) * gap[0]) / columns), hspace=gap[1] / panel[1],
     )  # fmt: skip
     axes = [figure.add_subplot(grid[row, column]) for row in range(rows) for column in range(columns)]
-    figure.text(0.14 / width, 1 - 0.14 / height, title, fontsize=13, fontweight="bold", va="top", color=INK)
+    figure.text(
+        0.14 / width,
+        1 - 0.14 / height,
+        title,
+        fontsize=min(13, 100 * (width - 0.3) / len(title)),
+        fontweight="bold",
+        va="top",
+        color=INK,
+    )
     figure.text(0.14 / width, 1 - 0.45 / height, subtitle, fontsize=8.5, va="top", color=MUTED, linespacing=1.35)
     if small:
-        figure.text(
-            0.14 / width, 0.1 / height, "\n".join(small), fontsize=7.5, va="bottom", color=MUTED, linespacing=1.4
-        )
+        figure.text(0.14 / width, 0.1 / height, "\n".join(small), fontsize=8, va="bottom", color=MUTED, linespacing=1.4)
     if entries:
         under = 0.5 + 0.17 * (subtitle.count("\n") + 1)
         figure.legend(
-            *entries, loc="upper left", bbox_to_anchor=(0.14 / width, 1 - under / height), ncols=len(entries[1]),
+            *entries, loc="upper left", bbox_to_anchor=(0.14 / width, 1 - under / height), ncols=rank,
             fontsize=9, frameon=False, borderaxespad=0, borderpad=0.1, handlelength=1.4, columnspacing=1.5,
             handletextpad=0.5,
         )  # fmt: skip
     return figure, axes
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    """As many columns as fit side by side: an entry is its text and about 0.55 inches."""
+    widest = 0.55 + max(map(len, labels)) * 0.58 * 9 / 72
+    whole = sum(0.55 + len(label) * 0.58 * 9 / 72 for label in labels)
+    return len(labels) if whole <= width - 0.3 else max(1, int((width - 0.3) / widest))
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:

@@ -97,6 +97,8 @@ def readable_table(records: Sequence[Record]) -> pd.DataFrame:
             columns[title] = [DATA.get(value, str(value)) or EMPTY for value in frame[name]]
     columns["N"] = [str(value) for value in frame["n_tokens" if "n_tokens" in frame.columns else "crop_size"]]
     columns["Contender"] = list(frame["contender"])
+    if (frame["status"] != "ok").any():
+        columns["Outcome"] = list(frame["status"])
     what = records[0].point.setting.what
     for found in quantities:
         columns[f"{found.label} ({'%' if found.unit == 'percent' else found.unit})"] = [
@@ -110,25 +112,27 @@ def readable_table(records: Sequence[Record]) -> pd.DataFrame:
             columns[title] = [_times(value) for value in frame[ratio]]
         if found.name == leading_memory({one.name for one in quantities}) and "memory_ratio_x" in frame.columns:
             columns["Memory ratio"] = [_times(value) for value in frame["memory_ratio_x"]]
-    if (frame["status"] != "ok").any():
-        columns["Outcome"] = [
-            f"{status}: {reason}" if reason else status for status, reason in zip(frame["status"], frame["reason"])
-        ]
     if (frame["evidence"] != "measured").any():
         columns["Evidence"] = list(frame["evidence"])
     return pd.DataFrame(columns)
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What a reader must know beneath a table: what ratios are, and where one is missing."""
+    """What a reader must know beneath a table: what ratios are, why a point has no result and why one has no ratio."""
     frame = sweep_table(records)
     if frame.empty:
         return []
     baseline = BASELINES[records[0].point.setting.what]
+    frame["length"] = frame["n_tokens" if "n_tokens" in frame.columns else "crop_size"]
     lines = [
         f"Median (p20-p80). Ratios: {baseline} / contender, both measured in the same job on the same device;"
         " above 1 is faster, or smaller."
     ]
+    failed = frame[frame["status"] != "ok"]
+    for (status, reason), rows in failed.groupby(["status", "reason"], sort=False):
+        where = ", ".join(dict.fromkeys(str(value) for value in rows["length"]))
+        who = ", ".join(dict.fromkeys(rows["contender"]))
+        lines.append(f"{who} at N = {where}: {status}{f' ({reason})' if reason else ''}.")
     for note in dict.fromkeys(note for note in frame["ratio_note"] if note):
         who = dict.fromkeys(frame.loc[frame["ratio_note"] == note, "contender"])
         lines.append(f"No ratio for {', '.join(who)}: {note}.")
