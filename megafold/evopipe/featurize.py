@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, assembly, layout, structure, templates
+from megafold.evopipe import alignments, assembly, structure, templates
 from megafold.evopipe.layout import Entry
 from megafold.evopipe.sources import DataSource
 
@@ -48,7 +48,7 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
     Args:
         source: where alignments, templates and the component dictionary are.
         name: entry id, `<id>-assembly1`.
-        path: mmCIF file, gzipped or not. A file named `-assembly1` is taken as it is; any other is expanded and cleaned.
+        path: mmCIF file, gzipped or not. One named `-assembly1` is taken as it is, any other is expanded and cleaned.
         msa_depth: rows per chain and of the whole alignment (the baseline's `max_msas_per_chain`); None keeps all.
 
     Raises:

@@ -68,7 +68,7 @@ ATOM = np.dtype(
 )
 BOND = np.dtype([("first", "<i4"), ("second", "<i4")])  # tokens, inside an atomised residue
 # One row per `_struct_conn` bond that may be installed: the tokens that its two atoms may denote are
-# link_tokens[start : start + count], and `key` numbers the atom, because repeated bonds of one atom take the next token.
+# link_tokens[start : start + count]; `key` numbers the atom, because repeated bonds of one atom take the next token.
 LINK = np.dtype([(f"{name}_{side}", "<i4") for side in ("first", "second") for name in ("key", "start", "count")])
 
 ARRAYS = {

@@ -1,4 +1,4 @@
-"""One training example through the baseline's own path, and the same through the cache: for the `data_pipeline` sweep."""
+"""One training example through the baseline's own path, and the same through the cache (sweep `data_pipeline`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Template features in a compact form: residue classes per token, and pair features per chain instead of [T, N, N, 108].
+"""Template features in a compact form: residue classes per token, pair features per chain, never [T, N, N, 108].
 
 The baseline fills template features only where it is given the Kalign program; otherwise every template is empty and
 masked. That common case costs no storage. With Kalign, one block [T, n, n, 44] is kept per chain that has a template.
@@ -37,8 +37,14 @@ def features(source: DataSource, name: str, chains, parsed, tokens) -> tuple[dic
         hits = []
         for path in find(source.templates, name, chain, (".m8",)):
             kind = path.name.removesuffix(".m8").split("_")[1] if "_" in path.name else "protein"
-            hits += parse_m8(str(path), kind if kind in ("dna", "rna") else "protein", name.split("-assembly")[0],
-                             str(source.mmcif), num_templates=TEMPLATES_PER_CHAIN, template_cutoff_date=cutoff)  # fmt: skip
+            hits += parse_m8(
+                str(path),
+                kind if kind in ("dna", "rna") else "protein",
+                name.split("-assembly")[0],
+                str(source.mmcif),
+                num_templates=TEMPLATES_PER_CHAIN,
+                template_cutoff_date=cutoff,
+            )
         n = len(residues["chemtype"])
         made = make_template_features(
             {chain: hits[:TEMPLATES_PER_CHAIN]},
