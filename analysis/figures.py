@@ -161,7 +161,7 @@ def _ratio_bars(panel: Axes, frame: pd.DataFrame, column: str) -> None:
     names = list(frame["contender"])
     values = [0.0 if pd.isna(value) else float(value) for value in frame[column]]
     told = [f"{value:.2f}×" if value else "–" for value in values]
-    labels = [display(name).replace("_", " ") for name in names]
+    labels = [display(name) for name in names]
     draw.horizontal(panel, labels, values, [colour(name) for name in names], told, reference=1)
 
 

@@ -204,6 +204,12 @@ def _value(record: Record, quantity: str) -> float | str | None:
     return None if memory is None else memory * 2**30 / GB
 
 
+def claims_words(table: pd.DataFrame) -> pd.DataFrame:
+    """`claims_table` as people read it."""
+    names = {"claim": "Claim", "paper": "Paper", "paper_conditions": "Measured by the paper on", "ours": "Here"}
+    return table.rename(columns={**names, "conditions": "Conditions here", "sweep": "Sweep"})
+
+
 def paper_words(table: pd.DataFrame) -> pd.DataFrame:
     """`paper_table` as people read it."""
     if table.empty:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from analysis.captions import command, conditions, device_label, is_demo
 from analysis.figures import why_no_figure, write_figures
 from analysis.headlines import headlines
-from analysis.paper import claims_table, paper_table, paper_words
+from analysis.paper import claims_table, claims_words, paper_table, paper_words
 from analysis.quantities import LABELS, shown
 from analysis.tables import NUMERIC, notes, of_sweep, readable_table
 from experiments.record import Record, read_json, read_records
@@ -27,6 +27,7 @@ from megafold.errors import InputError
 TEMPLATES = Path(__file__).parent / "templates"
 TITLES = {
     "iteration": "Training step by length",
+    "iteration_full": "Training step with the confidence head, by length",
     "ablation": "What each part brings",
     "kernels": "Triangle-attention kernels",
     "data_pipeline": "Reading training examples",
@@ -86,10 +87,6 @@ def _content(records: Sequence[Record], site_folder: Path) -> dict[str, Any]:
     sweeps = dict.fromkeys(record.point.setting.sweep for record in records)
     ordered = [name for name in TITLES if name in sweeps] + [name for name in sweeps if name not in TITLES]
     compared = paper_words(paper_table(records))
-    claims = claims_table(records)
-    claims = claims.rename(
-        columns={"claim": "Claim", "paper": "Paper", "paper_conditions": "Measured by the paper on", "ours": "Here"}
-    ).rename(columns={"conditions": "Conditions here", "sweep": "Sweep"})
     return {
         "site": site,
         "demo": is_demo(records),
@@ -99,7 +96,7 @@ def _content(records: Sequence[Record], site_folder: Path) -> dict[str, Any]:
         "checks": _checks(site_folder / "verify.json"),
         "counts": _counts(records),
         "sections": [_section(of_sweep(records, name), site) for name in ordered],
-        "claims": _table(claims),
+        "claims": _table(claims_words(claims_table(records))),
         "compared": _table(compared) if not compared.empty else "",
         "failures": _table(failures(records)) if any(record.status in FAILED for record in records) else "",
         "css": Markup((TEMPLATES / "report.css").read_text()),

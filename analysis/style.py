@@ -22,12 +22,13 @@ COLOURS = {
     "evopipe": "#0072b2",
     "compile": "#e69f00",
     "sdpa": "#009e73",
-    "shared_conditioning": "#56b4e9",
     "trifast": "#cc79a7",
     "cuequivariance": "#d55e00",
     "openfold3": "#56b4e9",
     "protenix": "#a8961f",
 }
+# Contenders of the ablation: one switch alone, all but one.
+ABLATIONS = {"only": "#56b4e9", "without": "#e69f00"}
 OTHERS = ("#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#35978f", "#8c510a")
 MARKERS = {"eager": "s", "stock": "s", "compile": "^", "sdpa": "D", "trifast": "v", "cuequivariance": "P"}
 MARKERS |= {"openfold3": "X", "protenix": "<"}
@@ -71,7 +72,8 @@ RC = {
 
 def colour(contender: str) -> str:
     """The contender's colour, the same in every figure."""
-    return COLOURS.get(contender) or OTHERS[zlib.crc32(contender.encode()) % len(OTHERS)]
+    kind = contender.partition("-")[0]
+    return COLOURS.get(contender) or ABLATIONS.get(kind) or OTHERS[zlib.crc32(contender.encode()) % len(OTHERS)]
 
 
 def marker(contender: str) -> str:
@@ -81,7 +83,8 @@ def marker(contender: str) -> str:
 
 def display(contender: str) -> str:
     """The contender's name in figures."""
-    return NAMES.get(contender, contender)
+    kind, _, switch = contender.partition("-")
+    return f"{kind} {switch.replace('_', ' ')}" if kind in ABLATIONS else NAMES.get(contender, contender)
 
 
 @contextmanager

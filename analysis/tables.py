@@ -78,8 +78,8 @@ def print_table(records: Iterable[Record]) -> str:
 
 
 def of_sweep(records: Iterable[Record], sweep: str) -> list[Record]:
-    """The records of one sweep."""
-    return [record for record in records if record.point.setting.sweep == sweep]
+    """The records of one sweep, in the order of its table, whatever order they come in."""
+    return sorted((record for record in records if record.point.setting.sweep == sweep), key=_position)
 
 
 NUMERIC = {"N", "Speed-up", "Memory ratio"}

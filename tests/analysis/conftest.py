@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.record import Metric, Record
+from experiments.record import Metric, Record, write_record
 from experiments.spec import SHAPE_KEYS, WORKLOADS, Comparison, Contender, Point, Setting
 
 CPU = {"device": "Some CPU @ 2.00GHz", "threads": 2}
@@ -82,6 +83,19 @@ def make() -> Callable[..., list[Record]]:
     return build
 
 
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[[list[Record]], Path]:
+    """Writes records as a sweep does and returns results/<site>."""
+
+    def write(records: list[Record], site: str = "local") -> Path:
+        folder = tmp_path_factory.mktemp("results") / site
+        for record in records:
+            write_record(record, folder / "records")
+        return folder
+
+    return write
+
+
 def step(seconds: float, gib: float) -> dict[str, Metric]:
     return {
         "iteration_time": timed(seconds),
@@ -100,11 +114,11 @@ def demo() -> list[Record]:
             records += build(rivals, data=data, n_tokens=n_tokens)
     plans = {
         "megafold": {"shared_conditioning": True, "sdpa": True},
-        "shared_conditioning": {"shared_conditioning": True, "sdpa": False},
-        "sdpa": {"shared_conditioning": False, "sdpa": True},
+        "only-shared_conditioning": {"shared_conditioning": True, "sdpa": False},
+        "only-sdpa": {"shared_conditioning": False, "sdpa": True},
     }
     providers = dict.fromkeys(plans, "megafold")
-    rivals = {"eager": step(5.4, 1.9), "shared_conditioning": step(3.5, 1.5), "sdpa": step(5.5, 1.8)}
+    rivals = {"eager": step(5.4, 1.9), "only-shared_conditioning": step(3.5, 1.5), "only-sdpa": step(5.5, 1.8)}
     rivals["megafold"] = step(3.2, 1.4)
     records += build(rivals, sweep="ablation", plans=plans, providers=providers)
     for n_tokens in (32, 64, 128):
