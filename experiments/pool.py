@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -20,7 +21,7 @@ KILLED = "killed by SIGKILL, which the kernel sends when the host's or the job's
 
 
 class Process:
-    """A running `experiments.worker`. Its log is a file of its own; `hardware` is what it found, once it is prepared."""
+    """A running `experiments.worker`. It has a log of its own; `hardware` is what it found when it was prepared."""
 
     def __init__(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -44,11 +45,9 @@ class Process:
 
     def send(self, command: Mapping[str, Any]) -> None:
         """Ask for something; a worker that is gone is noticed by `receive`."""
-        try:
+        with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
-        except OSError:
-            pass
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The final reply: {"status", "reason", ...}. A worker that is silent for `timeout_s` is killed: "timeout"."""
@@ -70,10 +69,8 @@ class Process:
 
     def kill(self) -> None:
         """End the worker and its children at once."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _epitaph(self) -> dict[str, Any]:
@@ -86,7 +83,10 @@ class Process:
             return {"status": "oom", "reason": f"worker {KILLED}"}
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         last = _last_line(self._log)
-        return {"status": "error", "reason": f"worker {how}; {f'last line of its log: {last}' if last else 'its log is empty'}"}
+        return {
+            "status": "error",
+            "reason": f"worker {how}; {f'last line of its log: {last}' if last else 'its log is empty'}",
+        }
 
 
 class Pool:

@@ -1,8 +1,8 @@
 """Contenders by name: who can be measured, and what a measurement asks of them. This module does not load torch.
 
-A provider is a function that turns a `Context` into a `Session`; it is registered by the decorator `provider` and imports
-what it needs inside. Modules named in the environment variable MEGAFOLD_PROVIDERS (separated by commas) are imported
-before a look-up, so a contender can live outside this project.
+A provider is a function that turns a `Context` into a `Session`; it is registered by the decorator `provider` and
+imports what it needs inside. Modules named in the environment variable MEGAFOLD_PROVIDERS (separated by commas) are
+imported before a look-up, so a contender can live outside this project.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a provider is given: the point, the EvoPipe cache (None where there is none) and the device, "cpu" or "cuda"."""
+    """What a provider is given: the point, the EvoPipe cache (or None) and the device, "cpu" or "cuda"."""
 
     point: Point
     cache: Path | None
@@ -32,7 +32,10 @@ class Context:
 
 
 class Session(Protocol):
-    """A contender that is set up for one point. It is visited several times; between visits it leaves the device."""
+    """A contender that is set up for one point. It is visited several times; between visits it leaves the device.
+
+    It may have `notes`, lines that a reader of its record has to know; they go into the provenance.
+    """
 
     def resume(self) -> None:
         """Take the device and start from the first example, with the point's seed."""
@@ -111,7 +114,7 @@ def iteration_compile(context: Context) -> Session:
 
 @provider("iteration", "megafold", preload=STOCK)
 def iteration_megafold(context: Context) -> Session:
-    """The stock model with MegaFold's computation; the contender's plan names the switches (empty: the default plan)."""
+    """The stock model with MegaFold's computation, as the contender's plan says (empty: the default plan)."""
     from experiments.contenders.iteration import IterationSession, megafold_preparation
 
     return IterationSession(context, megafold_preparation(context.point.contender))

@@ -75,7 +75,7 @@ def measure(
 
 
 class _Run:
-    """One comparison: its contenders are set up, visited in turn, and closed; each outcome is written when it is known."""
+    """One comparison: contenders are set up, visited in turn and closed; an outcome is written when it is known."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class _Run:
             reason=reply.get("reason", ""),
             vendor=own.get("vendor", vendor_here()),
             metrics={name: Metric(**metric) for name, metric in reply.get("metrics", {}).items()},
-            provenance={**self._static, **found, "started": self._started, "ended": now()},
+            provenance={**self._static, **found, "started": self._started, "ended": now()}
+            | ({"notes": reply["notes"]} if reply.get("notes") else {}),
         )
         write_record(record, self._folder)
         self._written.append(record)
@@ -190,7 +191,7 @@ def _check_cache(comparisons: Sequence[Comparison], cache: Path | None) -> None:
         setting = comparison.setting
         if setting.data == "cache" or setting.what == "data_pipeline":
             if cache is None:
-                raise InputError("--cache", comparison.id, "needs an EvoPipe cache; make one with `megafold cache build`")
+                raise InputError("--cache", comparison.id, "needs a cache; make one with `megafold cache build`")
             if not Path(cache).is_file():
                 raise InputError(cache, "", "no such cache; make one with `megafold cache build`")
 

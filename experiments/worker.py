@@ -4,8 +4,8 @@ A crash, a hang or an out-of-memory kill costs this process only. Commands come 
 what was standard output (prints of libraries go to standard error, the log). End of input ends the process, also amidst
 a measurement, and so does the death of the parent.
 
-Commands: `prepare` (import what takes long, find the device), `open` (set a point up, off the device), `visit` (warm up,
-time), `close` (metrics of all visits). Each ends with a reply that has "status"; replies without it are signs of life.
+Commands: `prepare` (import what takes long, find the device), `open` (set a point up, off the device), `visit` (warm
+up, time), `close` (metrics of all visits). Each ends with a reply that has "status"; replies without are signs of life.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class Worker:
 
     def _close(self, command: Mapping[str, Any]) -> dict[str, Any]:
         metrics = {name: asdict(metric) for name, metric in self._session.finish(self._samples).items()}
+        notes = list(getattr(self._session, "notes", ()))
         self._drop()
-        return {"metrics": metrics}
+        return {"metrics": metrics, "notes": notes}
 
     def _drop(self) -> None:
         self._session, self._samples = None, {}

@@ -1,1 +1,1 @@
-"""The contenders' sessions, one file for each kind of measurement. They load torch; `experiments.providers` does not."""
+"""The contenders' sessions, one file for each kind. They load torch; `experiments.providers` does not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import torch
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
 from experiments.spec import Contender, Setting
-from megafold.metrics.flops import HFU_DEFINITION, MFU_DEFINITION, iteration_flops, mfu
+from megafold.metrics.flops import HFU_DEFINITION, MFU_DEFINITION, IterationFlops, iteration_flops, mfu
 from megafold.metrics.memory import MemoryProbe
 from megafold.metrics.peaks import peak_flops
 from megafold.metrics.timing import summarize
@@ -25,6 +26,7 @@ from megafold.train.trainer import Trainer
 from megafold.train.workload import arrange
 
 GIB = 2**30
+LOADER_WORKERS = 4
 TIMES = {
     "iteration_time": "forward, backward, gradient clipping and AdamW update",
     "forward_time": "",
@@ -67,7 +69,7 @@ class IterationSession:
         self._trainer = Trainer(model, device=context.device, dtype=dtype)
         self._examples = _examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
-        self._step, self._flops, self._loss = 0, [], float("nan")
+        self._step = 0
 
     def resume(self) -> None:
         """Weights and optimizer state onto the device, random state and examples from the start."""
@@ -119,7 +121,7 @@ class IterationSession:
         for name in ("model_flops", "hardware_flops"):
             metrics[name] = Metric(statistics.fmean(samples[name]), "FLOP", n=len(samples[name]))
         metrics |= self._utilisation(metrics)
-        metrics["loss"] = Metric(samples["loss"][-1], "1", definition="of the last step")
+        metrics["loss"] = Metric(samples["loss"][-1], "dimensionless", definition="of the last step")
         return metrics
 
     def _memory(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
@@ -155,20 +157,18 @@ class IterationSession:
             found[name] = Metric(value, "%", p20, p80, seconds.n, definition)
         return found
 
-    def _count(self, batch: Batch):
-        return iteration_flops(
+    def _count(self, batch: Batch) -> IterationFlops:
+        one = iteration_flops(
             preset(self._setting.model),
             n_tokens=batch["molecule_atom_lens"].shape[1],
             n_atoms=batch["atom_inputs"].shape[1],
             msa_depth=_length(batch, "msa"),
             templates=max(1, _length(batch, "templates")),
             recycles=batch["num_recycling_steps"],
-            workload=self._workload_now(batch),
+            workload="core" if batch.get("resolved_labels") is None else "full",
             **self._flags,
-        )._replace_batch(batch["atom_inputs"].shape[0])
-
-    def _workload_now(self, batch: Batch) -> str:
-        return "full" if batch.get("resolved_labels") is not None else "core"
+        )
+        return IterationFlops(*(flops * batch["atom_inputs"].shape[0] for flops in one))
 
 
 def megafold_preparation(contender: Contender) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:
@@ -191,7 +191,9 @@ def _check_supported(setting: Setting, device: str) -> None:
     if setting.dtype == "fp16":
         raise Unsupported("fp16: the trainer has no loss scaling; use bf16")
     if setting.dtype == "bf16" and device == "cpu":
-        raise Unsupported("bf16 autocast of alphafold3-pytorch needs a GPU (its alignment has no bf16 on a CPU); use fp32")
+        raise Unsupported(
+            "bf16 autocast of alphafold3-pytorch needs a GPU (its alignment has no bf16 on a CPU); use fp32"
+        )
     if setting.data == "synthetic" and setting.size("batch_size") > 1:
         raise Unsupported("synthetic batches hold one structure; use data: cache for larger batches")
 
@@ -215,6 +217,41 @@ def _examples(setting: Setting, cache: Path | None, device: str) -> Callable[[],
             yield batch
 
     return repeat
+
+
+def _cached_examples(setting: Setting, cache: Path, device: str) -> Callable[[], Iterator[Batch]]:
+    """Crops of exactly N tokens of structures that are long enough: one pass of the loader is one visit."""
+    from megafold.evopipe.cache import StructureCache
+    from megafold.evopipe.loader import make_loader
+
+    wanted, protocol = setting.size("n_tokens"), setting.protocol
+    with StructureCache(cache) as present:
+        lengths = {name: present.read_structure(name).n_tokens for name in present.entries()}
+    names = [name for name, length in lengths.items() if length >= wanted][
+        : protocol.repeats * setting.size("batch_size")
+    ]
+    if not names:
+        longest = max(lengths.values(), default=0)
+        raise Unsupported(f"no structure in the cache has {wanted} tokens; the longest has {longest}")
+    steps = protocol.warmup + protocol.repeats
+    loader = make_loader(
+        cache,
+        crop_size=wanted,
+        msa_depth=setting.size("msa_depth"),
+        batch_size=setting.size("batch_size"),
+        # Beside a GPU the loader works ahead; on a CPU it would take the cores of what is measured.
+        workers=0 if device == "cpu" else max(1, min(LOADER_WORKERS, len(os.sched_getaffinity(0)) - 1)),
+        seed=setting.seed,
+        entries=[names[at % len(names)] for at in range(steps * setting.size("batch_size"))],
+        labels=setting.workload != "core",
+        shuffle=False,
+    )
+
+    def again() -> Iterator[Batch]:
+        while True:
+            yield from loader
+
+    return again
 
 
 def _length(batch: Batch, name: str) -> int:

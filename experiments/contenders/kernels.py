@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from experiments.contenders.peers import Attention, find_attention
-from experiments.providers import Context, Unsupported
+from experiments.providers import Context
 from experiments.record import Metric
 from megafold.evoflash3d.reference import eager_attention
 from megafold.metrics.memory import MemoryProbe
@@ -30,6 +30,7 @@ TIMES = {
     "graph_forward_time": "replay of a CUDA graph",
     "graph_forward_backward_time": "replay of a CUDA graph",
 }
+PEAK = "peak of torch's allocator above the inputs in forward + backward, no gradient held before"
 
 
 class WrongNumbers(ArithmeticError):
@@ -57,10 +58,11 @@ class KernelSession:
         self._timer, self._probe = Timer(context.device), MemoryProbe(context.device)
         self._work: dict[str, Callable[[], object]] = {}
         self._calls: dict[str, int] = {}
-        self._captured = False
+        self._peaks: list[float] = []
+        self._first = True
 
     def resume(self) -> None:
-        """Make inputs on the device, warm up, and capture the graphs."""
+        """Make inputs on the device, warm up, take the peak memory, and capture the graphs."""
         inputs, mask = self._inputs(self._n, self._rows, self._batch)
         leaves = [tensor.requires_grad_() for tensor in _native(self._attention, inputs).values()]
         mask = _native_mask(self._attention, mask if self._attention.needs_mask else None, self._dtype)
@@ -77,15 +79,16 @@ class KernelSession:
         for work in list(self._work.values()):
             for _ in range(WARMUP_CALLS):
                 work()
+        self._peaks.append(self._peak())
         if self._device == "cuda":
             self._capture()
+        self._first = False
         for name, work in self._work.items():
             self._calls.setdefault(name, self._calls_a_sample(work))
 
     def step(self) -> dict[str, float]:
-        """Seconds of each kind of call, and bytes above the inputs during forward and backward."""
-        sample = {name: self._seconds(work, self._calls[name]) for name, work in self._work.items()}
-        return sample | {"peak": self._peak()}
+        """Seconds a call, of each kind of call."""
+        return {name: self._seconds(work, self._calls[name]) for name, work in self._work.items()}
 
     def suspend(self) -> None:
         """Free inputs and graphs."""
@@ -102,9 +105,7 @@ class KernelSession:
                 summary = summarize(samples[name])
                 text = f"{definition}; mean of {self._calls[name]} calls a sample"
                 metrics[name] = Metric(summary.median, "s", summary.p20, summary.p80, summary.n, text)
-        where = "allocated" if self._device == "cuda" else "resident"
-        text = f"{where} above the inputs in forward + backward, no gradient held before"
-        metrics["peak_memory"] = Metric(max(samples["peak"]) / MIB, "MiB", n=len(samples["peak"]), definition=text)
+        metrics["peak_memory"] = Metric(max(self._peaks) / MIB, "MiB", n=len(self._peaks), definition=PEAK)
         for name, (error, length) in self._errors.items():
             text = f"||x - exact|| / ||exact|| at N = {length}, exact in float64"
             metrics[f"error_{name}"] = Metric(error, "relative", definition=text)
@@ -144,8 +145,6 @@ class KernelSession:
         }
 
     def _capture(self) -> None:
-        if torch.version.hip is None and not torch.cuda.is_available():
-            raise Unsupported("no GPU")
         for name in ("forward_time", "forward_backward_time"):
             graph, work = torch.cuda.CUDAGraph(), self._work[name]
             try:
@@ -157,11 +156,10 @@ class KernelSession:
                 with torch.cuda.graph(graph):
                     work()
             except RuntimeError as error:
-                if not self._captured:
+                if self._first:
                     self.notes.append(f"graph_{name}: not captured: {str(error).strip().splitlines()[0]}")
                 continue
             self._work[f"graph_{name}"] = graph.replay
-        self._captured = True
 
     def _calls_a_sample(self, work: Callable[[], object]) -> int:
         return max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / max(1e-6, self._seconds(work, 1)))))
@@ -174,18 +172,24 @@ class KernelSession:
         return self._timer.seconds(start, self._timer.mark()) / calls
 
     def _peak(self) -> float:
-        before = self._held()
+        """Bytes above what is held before a forward + backward: of torch's allocator on the device."""
+        work = self._work["forward_backward_time"]
+        if self._device == "cpu":
+            return _profiled_peak(work)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         self._probe.reset()
-        self._work["forward_backward_time"]()
-        return max(0.0, self._probe.peak().allocated - before)
+        work()
+        return self._probe.peak().allocated - before
 
-    def _held(self) -> int:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-            return torch.cuda.memory_allocated()
-        self._probe.reset()
-        time.sleep(0)
-        return self._probe.peak().allocated
+
+def _profiled_peak(work: Callable[[], object]) -> float:
+    """Peak of what torch's CPU allocator holds for `work`: resident memory is too coarse for one kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return float(max(held, default=0))
 
 
 def _native(attention: Attention, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

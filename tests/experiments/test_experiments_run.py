@@ -132,7 +132,7 @@ def test_provenance_names_commit_versions_times_and_command(fakes, fake_comparis
 def test_a_point_on_real_structures_without_a_cache_is_bad_input(fakes, fake_comparison, tmp_path):
     comparison = fake_comparison("good")
     comparison = replace(comparison, setting=replace(comparison.setting, data="cache"))
-    with pytest.raises(InputError, match="--cache: .*: needs an EvoPipe cache"):
+    with pytest.raises(InputError, match=r"--cache: .*: needs a cache"):
         run([comparison], tmp_path)
     with pytest.raises(InputError, match=r"absent\.h5: no such cache"):
         measure([comparison], tmp_path, cache=tmp_path / "absent.h5", logs=tmp_path, command="test")
