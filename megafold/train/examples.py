@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from megafold.train.config import TrainConfig
 from megafold.train.randomness import seeded
 
@@ -12,16 +14,17 @@ Batch = Mapping[str, Any]
 
 
 class ExampleStream:
-    """Batches of epoch 0, 1, 2, ... of ``start(epoch)``.
+    """Batches of epoch 0, 1, 2, ...
 
     A batch depends on the seed, the epoch and the place in it alone: it is drawn with generators of its own, so the
     stream neither sees nor moves the random state of the training step.
 
     Args:
-        start: gives the batches of an epoch; the same ones in the same order for the same epoch.
+        start: ``start(epoch, skip)`` gives the batches of an epoch but the first ``skip``; the same ones in the same
+            order for the same epoch.
     """
 
-    def __init__(self, start: Callable[[int], Iterator[Batch]], seed: int) -> None:
+    def __init__(self, start: Callable[[int, int], Iterator[Batch]], seed: int) -> None:
         self._start, self._seed = start, seed
         self._batches: Iterator[Batch] | None = None
         self.epoch, self.position = 0, 0
@@ -31,10 +34,8 @@ class ExampleStream:
         return {"epoch": self.epoch, "position": self.position}
 
     def seek(self, state: Mapping[str, int]) -> None:
-        """Go to a place that :meth:`state` returned; batches before it in its epoch are drawn and dropped."""
-        self.epoch, self.position, self._batches = state["epoch"], 0, None
-        while self.position < state["position"]:
-            self._draw()
+        """Go to a place that :meth:`state` returned."""
+        self.epoch, self.position, self._batches = state["epoch"], state["position"], None
 
     def __next__(self) -> Batch:
         """The next batch.
@@ -53,7 +54,7 @@ class ExampleStream:
     def _draw(self) -> Batch | None:
         with seeded(self._seed, self.epoch, self.position):
             if self._batches is None:
-                self._batches = iter(self._start(self.epoch))
+                self._batches = self._start(self.epoch, self.position)
             batch = next(self._batches, None)
         self.position += 1
         return batch
@@ -67,7 +68,7 @@ def open_stream(config: TrainConfig, model_kwargs: Mapping[str, Any]) -> Example
     """
     data = config.data
     if data.synthetic is not None:
-        return ExampleStream(lambda epoch: _synthetic(config, model_kwargs), config.seed)
+        return ExampleStream(lambda epoch, skip: _synthetic(config, model_kwargs, skip), config.seed)
     from megafold.evopipe.loader import make_loader
 
     loader = make_loader(
@@ -82,20 +83,35 @@ def open_stream(config: TrainConfig, model_kwargs: Mapping[str, Any]) -> Example
         shuffle=data.shuffle,
     )
 
-    def start(epoch: int) -> Iterator[Batch]:
-        loader.dataset.set_epoch(epoch)
-        return iter(loader)
-
-    return ExampleStream(start, config.seed)
+    return ExampleStream(lambda epoch, skip: _cached(loader, epoch, skip), config.seed)
 
 
-def _synthetic(config: TrainConfig, model_kwargs: Mapping[str, Any]) -> Iterator[Batch]:
+def _cached(loader: DataLoader, epoch: int, skip: int) -> Iterator[Batch]:
+    """An epoch of the cache, each batch with the names of its entries (the stock model names them in warnings)."""
+    loader.dataset.set_epoch(epoch)
+    order, size = list(loader.sampler), loader.batch_size
+    if skip:
+        # The batches of before a resume are not read again.
+        loader = DataLoader(
+            loader.dataset,
+            batch_size=size,
+            sampler=order[skip * size :],
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            worker_init_fn=loader.worker_init_fn,
+        )
+    for number, batch in enumerate(loader, start=skip):
+        names = [loader.dataset.entries[index] for index in order[number * size : (number + 1) * size]]
+        yield {**batch, "filepath": names}
+
+
+def _synthetic(config: TrainConfig, model_kwargs: Mapping[str, Any], skip: int) -> Iterator[Batch]:
     """The same few structures in every epoch, so that there is something to learn."""
     from megafold.train.synthetic import synthetic_batch
 
     sizes = config.data.synthetic
-    for index in range(sizes.structures):
-        yield synthetic_batch(
+    for index in range(skip, sizes.structures):
+        batch = synthetic_batch(
             sizes.n_tokens,
             atoms_per_token=sizes.atoms_per_token,
             msa_depth=config.data.msa_depth,
@@ -104,3 +120,4 @@ def _synthetic(config: TrainConfig, model_kwargs: Mapping[str, Any]) -> Iterator
             seed=config.seed + index,
             model_kwargs=model_kwargs,
         )
+        yield {**batch, "filepath": [f"synthetic-{config.seed + index}"]}
