@@ -98,6 +98,7 @@ def _lines(axes: Axes, frame: pd.DataFrame, found: Quantity, lengths: Sequence[i
     for name in dict.fromkeys(frame["contender"]):
         rows = frame[frame["contender"] == name].sort_values("length")
         good = rows[(rows["status"] == "ok") & rows[found.column].notna()]
+        good = good[good[found.column] > 0] if log else good
         if found.bound("p20") in good.columns and good[found.bound("p20")].notna().any():
             band = (good[found.bound("p20")].astype(float), good[found.bound("p80")].astype(float))
             axes.fill_between(good["length"].astype(float), *band, color=colour(name), alpha=0.18, linewidth=0)
@@ -144,7 +145,7 @@ def _bars(axes: Axes, frame: pd.DataFrame, found: Quantity, lengths: Sequence[in
     width = min(0.8 / len(contenders), 0.36)
     top = frame.loc[frame["status"] == "ok", found.column].max()
     high = frame[found.bound("p80")].max() if found.bound("p80") in frame.columns else top
-    top = max(value for value in (top, high) if not pd.isna(value))
+    top = max(value for value in (top, high, 1 if times else None) if not pd.isna(value))
     for _, row in frame.iterrows():
         offset = (contenders.index(row["contender"]) - (len(contenders) - 1) / 2) * width
         place, hue = lengths.index(row["length"]) + offset, colour(row["contender"])

@@ -13,7 +13,7 @@ from analysis import draw
 from analysis.captions import DATA, conditions, short_commit, slug
 from analysis.quantities import LEADING_TIME, Quantity, is_baseline, leading_memory, length, shown
 from analysis.style import canvas, colour, display, save, styled
-from analysis.tables import by_device, of_sweep, rounded, sweep_table
+from analysis.tables import CPU_KERNEL_NOTES, by_device, coarse_memory, of_sweep, rounded, sweep_table
 from experiments.record import Record
 
 COLUMNS = 3
@@ -172,7 +172,7 @@ def _kernels(records: Sequence[Record]) -> dict[str, Figure]:
     if times:
         figures["time"] = _kernel_panels(records, times, "Triangle attention: time")
     memory = found.get(leading_memory(set(found)) or "")
-    if memory is not None:
+    if memory is not None and not coarse_memory(records[0]):
         figures["memory"] = _kernel_panels(records, [memory], "Triangle attention: peak memory")
     speedup = _speedup(
         records, "Triangle attention", {"forward_speedup_x": "Forward", "speedup_x": "Forward + backward"}
@@ -282,6 +282,8 @@ def _footnotes(records: Sequence[Record], lines: bool | None) -> list[str]:
     notes = []
     if lines is not None:
         notes.append(f"Median; {'bands' if lines else 'whiskers'} are the 20th to 80th percentile, where there is one.")
+    if any(coarse_memory(record) and record.point.contender.name == "evoflash3d" for record in records):
+        notes.append(CPU_KERNEL_NOTES[0])
     absent: dict[str, list[str]] = {}
     for record in records:
         if record.status == "unsupported":

@@ -31,6 +31,11 @@ class Headline:
     conditions: str
     label: str
 
+    @property
+    def worse(self) -> bool:
+        """Whether the stock side wins."""
+        return self.verdict in ("slower", "more memory")
+
 
 def headlines(records: Sequence[Record]) -> list[Headline]:
     """Cards for the sweeps that ran: at the longest length at which both sides have a result, on real data if any."""
@@ -42,6 +47,8 @@ def headlines(records: Sequence[Record]) -> list[Headline]:
         record, row = chosen
         label = NOT_COMPARABLE if record.vendor == "cpu" else record.evidence
         told = _told(record)
+        if sweep == "kernels" and record.vendor == "cpu":
+            subject = "EvoFlash-3D's reference for CPUs (no Triton kernel) over eager PyTorch"
         cards.append(Headline(title, *_worded(row["speedup_x"], "faster", "slower", "as fast"), subject, told, label))
         if sweep == "iteration" and not pd.isna(row["memory_ratio_x"]):
             worded = _worded(row["memory_ratio_x"], "less memory", "more memory", "the same memory")

@@ -234,13 +234,15 @@ def _counts(records: Sequence[Record]) -> list[tuple[str, int]]:
 
 
 def _checks(path: Path) -> dict[str, Any]:
-    """What `megafold verify` wrote, as far as it is there: number of checks and the names of those that failed."""
+    """What `megafold verify` wrote, if it did: the number of checks and the names of those that failed."""
     if not path.is_file():
         return {}
     content = read_json(path)
-    checks = content.get("results", content.get("checks", [])) if isinstance(content, dict) else content
-    checks = [check for check in checks if isinstance(check, dict) and "ok" in check]
-    return {"number": len(checks), "failed": [str(check.get("name", "?")) for check in checks if not check["ok"]]}
+    try:
+        checks = content["checks"]
+        return {"number": len(checks), "failed": [check["name"] for check in checks if not check["ok"]]}
+    except (KeyError, TypeError) as error:
+        raise InputError(path, "checks", f"is not what `megafold verify` writes ({error})") from error
 
 
 def _definitions(records: Sequence[Record]) -> list[tuple[str, str]]:

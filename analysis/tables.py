@@ -82,6 +82,10 @@ def of_sweep(records: Iterable[Record], sweep: str) -> list[Record]:
     return sorted((record for record in records if record.point.setting.sweep == sweep), key=_position)
 
 
+CPU_KERNEL_NOTES = (
+    "On a CPU EvoFlash-3D is its chunked reference in PyTorch: no Triton kernel is timed.",
+    "On a CPU memory is the growth of the process's resident memory, too coarse at these sizes for a ratio.",
+)
 NUMERIC = {"N", "Speed-up", "Memory ratio"}
 
 
@@ -110,7 +114,7 @@ def readable_table(records: Sequence[Record]) -> pd.DataFrame:
         if ratio in frame.columns:
             title = "Speed-up" if ratio == "speedup_x" else f"{found.label} speed-up"
             columns[title] = [_times(value) for value in frame[ratio]]
-        if found.name == leading_memory({one.name for one in quantities}) and "memory_ratio_x" in frame.columns:
+        if found.name == leading_memory({one.name for one in quantities}) and frame["memory_ratio_x"].notna().any():
             columns["Memory ratio"] = [_times(value) for value in frame["memory_ratio_x"]]
     if (frame["evidence"] != "measured").any():
         columns["Evidence"] = list(frame["evidence"])
@@ -128,6 +132,8 @@ def notes(records: Sequence[Record]) -> list[str]:
         f"Median (p20-p80). Ratios: {baseline} / contender, both measured in the same job on the same device;"
         " above 1 is faster, or smaller."
     ]
+    if any(coarse_memory(record) for record in records):
+        lines += CPU_KERNEL_NOTES[: 2 if "peak_memory_MiB" in frame.columns else 1]
     failed = frame[frame["status"] != "ok"]
     for (status, reason), rows in failed.groupby(["status", "reason"], sort=False):
         where = ", ".join(dict.fromkeys(str(value) for value in rows["length"]))
@@ -214,11 +220,16 @@ def _ratios(record: Record, records: Sequence[Record]) -> dict[str, Any]:
         return found | {"ratio_note": _why_no_ratio(rivals, same, BASELINES[what])}
     own, base = _values(record), _values(same[0])
     times = {"speedup_x": LEADING_TIME[what], **{_further(name): name for name in FURTHER_TIMES[what]}}
-    memory = leading_memory(set(own) & set(base))
+    memory = None if coarse_memory(record) else leading_memory(set(own) & set(base))
     for column, name in {**times, "memory_ratio_x": memory}.items():
-        if name in own and name in base and own[name] > 0:
+        if own.get(name, 0) > 0 and base.get(name, 0) > 0:
             found[column] = base[name] / own[name]
     return found
+
+
+def coarse_memory(record: Record) -> bool:
+    """Whether memory is too coarse to divide or draw: a kernel's on a CPU, where only the process is seen."""
+    return record.vendor == "cpu" and record.point.setting.what == "kernel"
 
 
 def _why_no_ratio(rivals: Sequence[Record], same: Sequence[Record], baseline: str) -> str:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 EXPECTED = {
     "iteration": {"iteration_time", "iteration_memory", "iteration_speedup"},
     "ablation": {"ablation_speedup"},
-    "kernels": {"kernels_time", "kernels_memory", "kernels_speedup"},
+    "kernels": {"kernels_time", "kernels_speedup"},
     "data_pipeline": {"data_pipeline_time"},
 }
 
@@ -87,6 +87,16 @@ def test_devices_are_never_mixed_in_one_figure(make, tmp_path):
     records = [*make(rivals), *make(rivals, vendor="nvidia")]
     stems = {path.stem for path in write_figures(records, "iteration", tmp_path)}
     assert stems == {"iteration_time_cpu_2_threads", "iteration_time_nvidia_h200"}
+
+
+def test_memory_of_kernels_is_drawn_on_a_gpu_only(make, tmp_path):
+    metrics = {"forward_backward_time": Metric(2.0, "ms"), "peak_memory": Metric(4.0, "MiB")}
+    for vendor, drawn in (("nvidia", True), ("cpu", False)):
+        stems = {
+            path.stem
+            for path in write_figures(make({"eager": metrics}, what="kernel", vendor=vendor), "kernels", tmp_path)
+        }
+        assert ("kernels_memory" in stems) is drawn
 
 
 def test_titles_state_device_and_evidence(make, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_everything_is_inside_the_file(page):
     parser = Resources()
     parser.feed(page)
     assert parser.open == []
-    assert len(parser.loaded) == 8
+    assert len(parser.loaded) == 7
     assert all(source.startswith("data:image/svg+xml;base64,") for source in parser.loaded)
     for source in parser.loaded:
         assert base64.b64decode(source.partition(",")[2]).rstrip().endswith(b"</svg>")
@@ -94,9 +94,12 @@ def test_text_from_records_is_escaped(make, folder_of):
 
 def test_correctness_checks_are_reported(demo, folder_of):
     site = folder_of(demo[:3])
-    (site / "verify.json").write_text(json.dumps({"results": [{"name": "a", "ok": True}, {"name": "b", "ok": False}]}))
+    (site / "verify.json").write_text(json.dumps({"checks": [{"name": "a", "ok": True}, {"name": "b", "ok": False}]}))
     text = write_report(site, site / "report.html").read_text()
-    assert "1 of 2 correctness checks failed:" in text
+    assert "1 of 2 correctness checks failed:</strong> b." in text
+    (site / "verify.json").write_text("[]")
+    with pytest.raises(InputError, match=r"verify\.json: checks: is not what"):
+        write_report(site, site / "report.html")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,23 @@ def test_kernels_have_a_forward_ratio_of_their_own(make):
     assert table.loc["evoflash3d", "speedup_x"] == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("vendor, ratio", [("nvidia", 4.0), ("cpu", None)])
+def test_resident_memory_of_a_kernel_gives_no_ratio(make, vendor, ratio):
+    def used(mib):
+        return {"forward_backward_time": Metric(1.0, "ms"), "peak_memory": Metric(mib, "MiB")}
+
+    records = make({"eager": used(8.0), "evoflash3d": used(2.0)}, what="kernel", vendor=vendor)
+    found = by_contender(records).loc["evoflash3d", "memory_ratio_x"]
+    assert pd.isna(found) if ratio is None else found == ratio
+    assert ("no Triton kernel is timed" in print_table(records)) is (vendor == "cpu")
+
+
+def test_memory_that_read_as_zero_gives_no_ratio(make):
+    base = {**seconds(1.0), "peak_memory": Metric(0.0, "GiB")}
+    table = by_contender(make({"eager": base, "megafold": {**seconds(1.0), "peak_memory": Metric(1.0, "GiB")}}))
+    assert pd.isna(table.loc["megafold", "memory_ratio_x"])
+
+
 def test_no_ratio_across_comparisons(make):
     short, long = make({"eager": seconds(1.0)}, n_tokens=32), make({"megafold": seconds(1.0)}, n_tokens=64)
     table = by_contender([*short, *long])
