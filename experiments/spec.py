@@ -224,6 +224,8 @@ def _resolve(path: Path, content: dict[str, Any]) -> Sweep:
     contenders = _contenders(path, content.pop("contenders", None), provider_names(what))
     protocol = _protocol(path, content.pop("protocol", {}))
     cache_max = content.pop("cache_max_tokens", None)
+    if cache_max is not None:
+        _count(path, "cache_max_tokens", cache_max)
     defaults = {"workload": WORKLOADS[what][0], "model": "paper" if what == "iteration" else "", "data": "synthetic"}
     axes = {**defaults, "variant": "", "dtype": "bf16", "sp": 1, "dp": 1, "seed": 0, "mode": "measured"}
     for key in content:
@@ -237,10 +239,10 @@ def _resolve(path: Path, content: dict[str, Any]) -> Sweep:
     for values in itertools.product(*choices):
         chosen = dict(zip(names, values))
         sizes = {key: chosen.pop(key) for key in shape}
-        if chosen["data"] == "cache" and cache_max is not None and sizes.get("n_tokens", 0) > cache_max:
-            continue
         entry = {"sweep": path.stem, "what": what, **chosen, "shape": sizes, "protocol": asdict(protocol)}
-        comparisons.append(Comparison(_setting(path, entry), contenders))
+        setting = _setting(path, entry)
+        if setting.data != "cache" or cache_max is None or sizes.get("n_tokens", 0) <= cache_max:
+            comparisons.append(Comparison(setting, contenders))
     return Sweep(path.stem, " ".join(str(description).split()), tuple(dict.fromkeys(comparisons)))
 
 
@@ -285,7 +287,10 @@ def _setting(file: str | Path, content: Mapping[str, Any]) -> Setting:
         if content[key] not in allowed:
             raise InputError(file, key, f"is {content[key]!r}; allowed: {', '.join(allowed)}")
     if what == "iteration":
-        preset(content["model"])
+        try:
+            preset(content["model"])
+        except InputError as error:
+            raise InputError(file, "model", error.problem) from error
     for key in ("sp", "dp"):
         _count(file, key, content[key])
     shape = _mapping(file, "shape", content["shape"])
