@@ -80,7 +80,7 @@ class Driver:
         except (OSError, ValueError):
             return None
         if record["outcome"]:
-            self.record["previous"] = [*record["previous"], record["job_id"]]
+            self.record["previous"] = [*record["previous"], *([record["job_id"]] if record["job_id"] else [])]
             return None
         previous = record["previous"]
         job_id = record["job_id"] or self._patiently(lambda: self.scheduler.recover(self.request, previous))

@@ -31,7 +31,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXP
 
 @dataclass(frozen=True)
 class Request:
-    """One command to run: `label` for people, `name` unique among the user's jobs, `folder` absolute; `minutes`: limit."""
+    """One command to run: `label` for people, `name` unique among the user's jobs, `folder` absolute, in `minutes`."""
 
     label: str
     name: str

@@ -22,11 +22,15 @@ ENDED = {
     "BOOT_FAIL": "node_failure",
     "PREEMPTED": "node_failure",
 }
-# what slurmstepd and srun write into a job's log where the job's state says only FAILED or CANCELLED
-MARKS = (
-    ("oom", re.compile(r"oom[-_ ]kill|Out Of Memory|exceeded (job|step|memory) (memory )?limit", re.I)),
-    ("timeout", re.compile(r"CANCELLED AT .* DUE TO TIME LIMIT")),
-    ("node_failure", re.compile(r"DUE TO NODE FAILURE|Node failure on|Communication connection failure", re.I)),
+# what slurmstepd and srun (and nobody else: "CUDA out of memory" is another matter) write into a job's log where the
+# job's state says only FAILED or CANCELLED
+MARKS = tuple(
+    (status, re.compile(rf"^(slurmstepd\S*|srun): .*({words})", re.I | re.M))
+    for status, words in (
+        ("oom", r"oom[-_ ]kill|Out Of Memory|exceeded (job|step|memory) (memory )?limit"),
+        ("timeout", r"CANCELLED AT .* DUE TO TIME LIMIT"),
+        ("node_failure", r"DUE TO NODE FAILURE|Node failure on"),
+    )
 )
 
 

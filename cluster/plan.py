@@ -24,7 +24,7 @@ CONFIG = {
     "site": None,  # a folder of cluster/
     "sweeps": None,  # names of shipped sweeps
     "size": "full",  # or a size that the sweeps name
-    "settings": [],  # key=value for all sweeps, sweep.key=value for one
+    "settings": [],  # a list, or text with blanks: key=value for all sweeps, sweep.key=value for one
     "data": "sample",  # or a YAML file with a `data:` section
     "download": "data",  # folder for what is downloaded
     "msa_depth": 1024,  # alignment rows kept in the cache
@@ -171,8 +171,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _as(file: str, field: str, value: Any, wanted: type) -> Any:
-    if wanted is list and isinstance(value, str):
-        return [value]
+    if wanted is list and isinstance(value, str):  # --config "settings=n_tokens=[64,128] kernels.heads=2"
+        return value.split()
     if type(value) is not wanted:
         names = {list: "a list", str: "text", bool: "true or false", int: "a whole number"}
         raise InputError(file, field, f"is {value!r}; wanted: {names[wanted]}")
