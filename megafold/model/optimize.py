@@ -43,7 +43,6 @@ from megafold.model.plan import Plan
 from megafold.model.repeated import with_lazy_repeat
 
 _STATE = "_megafold_replaced"
-_EVOFLASH3D_HEAD_DIM = 128
 
 
 @dataclass
@@ -172,18 +171,25 @@ def _attend_for(
     for switch in _asked(plan):
         if switch == "evoflash3d" and not rows:
             continue
-        if clamp is not None:
-            missed.append((path, f"{switch}: the logits are soft-clamped"))
-        elif switch == "evoflash3d" and (head_dim % 8 or head_dim > _EVOFLASH3D_HEAD_DIM):
-            missed.append(
-                (path, f"evoflash3d: head dimension {head_dim} is no multiple of 8 up to {_EVOFLASH3D_HEAD_DIM}")
-            )
-        else:
+        problem = _cannot_attend(switch, head_dim, clamp)
+        if problem is None:
             return (attend.attend_evoflash3d if switch == "evoflash3d" else attend.attend_sdpa), switch
+        missed.append((path, f"{switch}: {problem}"))
     if not needed:
         return None, ""
     softmax_dtype = torch.float32 if attn.attend.softmax_full_precision else None
     return partial(attend.attend_eager, softclamp=clamp, softmax_dtype=softmax_dtype), "shared_conditioning"
+
+
+def _cannot_attend(switch: str, head_dim: int, clamp: float | None) -> str | None:
+    if clamp is not None:
+        return "the logits are soft-clamped"
+    if switch == "evoflash3d":
+        from megafold.evoflash3d.api import MAX_HEAD_DIM
+
+        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+            return f"head dimension {head_dim} is no multiple of 8 up to {MAX_HEAD_DIM}"
+    return None
 
 
 _OTHER_ATTENTION = (stock.TaylorSeriesLinearAttn, stock.ConditionalRoutedAttention)
