@@ -1,10 +1,10 @@
 """The HDF5 cache: one group per structure, every dataset chunked, compressed and checksummed.
 
-Layout of the file: attributes `schema`, `msa_depth`, `versions`; group `entries/<id>` with attribute `meta` (JSON) and
-one dataset per array of `layout.ARRAYS`, each with attribute `sha256` of its raw bytes. HDF5 checks each chunk's own
-checksum (Fletcher 32) whenever it is read; the sha256 of every dataset is checked the first time a process reads the
-entry. Nothing is ever unpickled. Readers open the file on first use and once per process, so a dataset object may be
-sent to forked and spawned workers.
+Layout of the file: attributes `schema` and `msa_depth`; group `entries/<id>` with one dataset per array of
+`layout.ARRAYS` and the attribute `meta` (JSON: chains, sources, package versions, sha256 of each dataset's bytes). HDF5
+checks each chunk's own checksum (Fletcher 32) whenever it is read; the sha256 of every dataset is checked the first
+time a process reads the entry. Nothing is ever unpickled. Readers open the file on first use and once per process, so
+a reader may be sent to forked and spawned workers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ from megafold.evopipe.layout import ARRAYS, SCHEMA_VERSION, Entry
 CHUNK_ROWS, CHUNK_COLUMNS = 256, 256
 COMPRESSION = {"compression": "gzip", "compression_opts": 4, "fletcher32": True}
 PACKAGES = ("alphafold3-pytorch", "rdkit", "biotite", "gemmi", "numpy", "h5py")
+KEPT_ENTRIES = 64  # structures without alignments that a reader keeps in memory
+# what h5py raises for a damaged file, by where the damage is
+HDF5_ERRORS = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 LAZY = ("msa", "deletions")  # read by rows and columns, the rest as a whole
 
 
@@ -74,10 +80,10 @@ def open_cache(path: Path, mode: str = "r") -> h5py.File:
         raise InputError(path, "cache", "no such file; `megafold cache build` makes one")
     try:
         file = h5py.File(path, mode, libver=("v110", "v110"))
-    except (OSError, KeyError, RuntimeError) as error:
+        schema, complete = file.attrs.get("schema"), "entries" in file and "msa_depth" in file.attrs
+    except HDF5_ERRORS as error:
         raise InputError(path, "cache", f"cannot be opened, truncated or not HDF5? ({error})") from error
-    schema = file.attrs.get("schema")
-    if schema != SCHEMA_VERSION or "entries" not in file:
+    if schema != SCHEMA_VERSION or not complete:
         file.close()
         raise InputError(path, "schema", f"{schema} found, this version reads {SCHEMA_VERSION}: build the cache anew")
     return file
@@ -97,8 +103,7 @@ def write_entry(file: h5py.File, entry: Entry) -> None:
             limits = (CHUNK_ROWS, CHUNK_COLUMNS) if array.ndim == 2 else (1 << 16,)
             chunks = tuple(min(size, limit) for size, limit in zip(array.shape, limits))
             options = {"chunks": chunks, "shuffle": array.dtype.itemsize > 1, **COMPRESSION}
-        dataset = group.create_dataset(name, data=array, **options)
-        dataset.attrs["sha256"] = digest(array)
+        group.create_dataset(name, data=array, **options)
     meta = {
         "chains": entry.chains,
         "resolution": entry.resolution,
@@ -108,6 +113,7 @@ def write_entry(file: h5py.File, entry: Entry) -> None:
         "notes": entry.notes,
         "versions": versions(),
         "schema": SCHEMA_VERSION,
+        "sha256": {name: digest(entry.arrays[name]) for name in ARRAYS},
     }
     text = json.dumps(meta, sort_keys=True)
     group.attrs["meta"], group.attrs["meta_sha256"] = text, hashlib.sha256(text.encode()).hexdigest()
@@ -131,8 +137,9 @@ class StructureCache:
         self._reset()
 
     def _reset(self) -> None:
-        self._file, self._process, self._checked = None, None, set()
+        self._file, self._process = None, None
         self._small: dict[str, Entry] = {}
+        self._last: tuple[str, dict[str, np.ndarray]] = ("", {})  # the alignment that was checked last
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "check": self.check}
@@ -159,118 +166,108 @@ class StructureCache:
             self._file, self._process = open_cache(self.path), os.getpid()
         return self._file
 
+    @contextmanager
+    def _reading(self, name: str, what: str) -> Iterator[None]:
+        """Whatever HDF5 raises inside becomes an InputError that names the file and the entry."""
+        try:
+            yield
+        except InputError:
+            raise
+        except HDF5_ERRORS as error:
+            raise InputError(self.path, name, f"corrupt entry ({what}: {error})") from error
+
     def entries(self) -> list[str]:
         """Sorted ids of the complete entries."""
-        try:
+        with self._reading("entries", "index"):
             return sorted(name for name in self._open()["entries"] if not name.startswith("."))
-        except (OSError, RuntimeError, KeyError) as error:
-            raise InputError(self.path, "entries", f"the index is corrupt ({error})") from error
 
     def _group(self, name: str) -> h5py.Group:
-        file = self._open()
-        try:
-            if name not in file["entries"]:
+        with self._reading(name, "index"):
+            groups = self._open()["entries"]
+            if name not in groups:
                 raise InputError(self.path, name, "no such entry in the cache")
-            return file["entries"][name]
-        except (OSError, RuntimeError, KeyError) as error:
-            raise InputError(self.path, name, f"corrupt entry ({error})") from error
+            return groups[name]
 
     def meta(self, name: str) -> dict[str, Any]:
         """What is known of an entry besides its arrays: chains, resolution, sources, versions, notes."""
-        group = self._group(name)
-        try:
-            text = group.attrs["meta"]
-            if hashlib.sha256(text.encode()).hexdigest() != group.attrs["meta_sha256"]:
-                raise InputError(self.path, name, "corrupt entry (checksum of meta)")
+        with self._reading(name, "meta"):
+            attributes = self._group(name).attrs
+            text = attributes["meta"]
+            if hashlib.sha256(text.encode()).hexdigest() != attributes["meta_sha256"]:
+                raise InputError(self.path, name, "corrupt entry (meta: checksum)")
             return json.loads(text)
-        except (OSError, RuntimeError, KeyError, ValueError, UnicodeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(self.path, name, f"corrupt entry (meta: {error})") from error
 
     def _array(self, group: h5py.Group, name: str, dataset: str, selection: Any = ()) -> np.ndarray:
-        try:
+        with self._reading(name, f"dataset {dataset}"):
             return group[dataset][selection]
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
-            raise InputError(self.path, name, f"corrupt entry (dataset {dataset}: {error})") from error
+
+    def _load(self, name: str, problems: list[str] | None = None) -> Entry:
+        """Read and check a whole entry; problems are collected in the list when there is one, else raised."""
+        group, meta = self._group(name), self.meta(name)
+        arrays = {}
+        for dataset, dtype in ARRAYS.items():
+            try:
+                array = arrays[dataset] = self._array(group, name, dataset)
+                if array.dtype != dtype:
+                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset} has type {array.dtype})")
+                if (self.check or problems is not None) and digest(array) != meta["sha256"].get(dataset):
+                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset}: checksum)")
+            except InputError as error:
+                if problems is None:
+                    raise
+                problems.append(str(error))
+        if problems:
+            raise InputError(self.path, name, "corrupt entry")
+        kept = ("resolution", "released", "smiles", "sources")
+        return Entry(
+            name=name,
+            arrays=arrays,
+            chains=tuple(meta["chains"]),
+            notes=tuple(meta["notes"]),
+            **{field: meta[field] for field in kept},
+        )
 
     def problems(self, name: str) -> list[str]:
         """Checks of one entry that fail, one line each; [] for a sound entry."""
+        found: list[str] = []
         try:
-            group = self._group(name)
-            self.meta(name)
+            self._load(name, found)
         except InputError as error:
-            return [str(error)]
-        found = []
-        for dataset, dtype in ARRAYS.items():
-            try:
-                array = self._array(group, name, dataset)
-                if array.dtype != dtype:
-                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset} has type {array.dtype})")
-                if digest(array) != group[dataset].attrs["sha256"]:
-                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset}: checksum)")
-            except InputError as error:
-                found.append(str(error))
-            except (OSError, RuntimeError, KeyError) as error:
-                found.append(str(InputError(self.path, name, f"corrupt entry (dataset {dataset}: {error})")))
+            return found or [str(error)]
         return found
 
-    def _require_sound(self, name: str) -> None:
-        self._open()
-        if self.check and name not in self._checked:
-            found = self.problems(name)
-            if found:
-                raise InputError(self.path, name, found[0].removeprefix(f"{self.path}: {name}: "))
-            self._checked.add(name)
-
     def read(self, name: str) -> Entry:
-        """One entry with all its arrays."""
-        entry = self.read_structure(name)
-        group = self._group(name)
-        return Entry(
-            name=name,
-            arrays=entry.arrays | {dataset: self._array(group, name, dataset) for dataset in LAZY},
-            **{
-                field: getattr(entry, field)
-                for field in ("chains", "resolution", "released", "smiles", "sources", "notes")
-            },
-        )
+        """One entry with all its arrays, checked."""
+        return self._load(name)
 
     def read_structure(self, name: str) -> Entry:
         """One entry without its alignment (`msa` and `deletions` have no rows); kept in memory of this process."""
-        self._require_sound(name)
+        self._open()
         if name not in self._small:
-            group, meta = self._group(name), self.meta(name)
-            arrays = {dataset: self._array(group, name, dataset) for dataset in ARRAYS if dataset not in LAZY}
-            n = len(arrays["tokens"])
-            arrays |= {dataset: np.zeros((0, n), ARRAYS[dataset]) for dataset in LAZY}
-            if len(self._small) >= 64:
+            entry = self._load(name)
+            self._last = name, {dataset: entry.arrays[dataset] for dataset in LAZY}
+            empty = {dataset: np.zeros((0, entry.n_tokens), ARRAYS[dataset]) for dataset in LAZY}
+            if len(self._small) >= KEPT_ENTRIES:
                 self._small.pop(next(iter(self._small)))
-            self._small[name] = Entry(
-                name=name,
-                arrays=arrays,
-                chains=tuple(meta["chains"]),
-                resolution=meta["resolution"],
-                released=meta["released"],
-                smiles=meta["smiles"],
-                sources=meta["sources"],
-                notes=tuple(meta["notes"]),
-            )
+            self._small[name] = replace(entry, arrays=entry.arrays | empty)
         return self._small[name]
 
     def msa_depth(self, name: str) -> int:
         """Alignment rows of an entry."""
-        return int(self._group(name)["msa"].shape[0])
+        with self._reading(name, "dataset msa"):
+            return len(self._group(name)["msa"])
 
     def read_alignment(self, name: str, rows: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept]."""
-        self._require_sound(name)
-        group, columns = self._group(name), np.flatnonzero(keep)
-        top, left, right = int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
-        window = (slice(0, top), slice(left, right))
-        parts = (self._array(group, name, dataset, window) for dataset in LAZY)
-        msa, deletions = (part[rows[:, None], columns[None, :] - left] for part in parts)
-        return msa, deletions
+        self.read_structure(name)  # checks the entry
+        columns = np.flatnonzero(keep)
+        if self._last[0] == name:
+            parts, left = [self._last[1][dataset] for dataset in LAZY], 0
+        else:
+            group, left = self._group(name), int(columns[0])
+            window = (slice(0, int(rows[-1]) + 1), slice(left, int(columns[-1]) + 1))
+            parts = [self._array(group, name, dataset, window) for dataset in LAZY]
+        return tuple(part[rows[:, None], columns[None, :] - left] for part in parts)
 
     def verify(self) -> list[str]:
         """Every check of every entry that fails, one line each."""
@@ -291,11 +288,13 @@ def describe(path: str | os.PathLike[str]) -> str:
         names = cache.entries()
         for name in names:
             try:
-                group, meta = cache._group(name), cache.meta(name)
-                size = sum(group[dataset].id.get_storage_size() for dataset in ARRAYS) / 1e3
-                shape = [len(group["tokens"]), len(group["atoms"]), len(meta["chains"]), len(group["msa"])]
-                real = int(cache._array(group, name, "template_mask").sum())
-            except (InputError, KeyError, OSError, RuntimeError) as error:
+                meta = cache.meta(name)
+                with cache._reading(name, "index"):
+                    group = cache._group(name)
+                    size = sum(group[dataset].id.get_storage_size() for dataset in ARRAYS) / 1e3
+                    shape = [len(group["tokens"]), len(group["atoms"]), len(meta["chains"]), len(group["msa"])]
+                    real = int(group["template_mask"][()].sum())
+            except InputError as error:
                 lines.append(f"{name:<24} unreadable: {error}")
                 continue
             lines.append("{:<24} {:>7} {:>8} {:>7} {:>7} {:>9} {:>9.1f}".format(name, *shape, real, size))

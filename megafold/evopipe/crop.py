@@ -202,7 +202,7 @@ def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:
     return {"molecule_atom_indices": center, "distogram_atom_indices": distogram, "atom_indices_for_frame": frame}
 
 
-def windowed_atom_pairs(position: Tensor, molecule: Tensor, window: int = layout.ATOMS_PER_WINDOW) -> Tensor:
+def windowed_atom_pairs(position: Tensor, molecule: np.ndarray, window: int = layout.ATOMS_PER_WINDOW) -> Tensor:
     """Atom pair features in windows (AF3 algorithm 5, lines 2-6): float32 [ceil(M / w), w, 2 w, 5].
 
     Offset vector, 1 / (1 + d^2) and 1 for pairs in one molecule, else 0. Window i holds its own atoms against those of
@@ -210,21 +210,20 @@ def windowed_atom_pairs(position: Tensor, molecule: Tensor, window: int = layout
 
     Args:
         position: reference positions, float32 [M, 3], angstrom.
-        molecule: ascending molecule number of each atom, int64 [M].
+        molecule: ascending molecule number of each atom, from 0, int [M].
     """
-    n_atoms = len(position)
-    n_windows = -(-n_atoms // window)
-    query = torch.arange(n_windows * window).view(n_windows, window, 1)
-    key = (torch.arange(n_windows)[:, None] - 1) * window + torch.arange(2 * window)
-    key = key.view(n_windows, 1, 2 * window)
-    padded = torch.cat([molecule, molecule.new_full((n_windows * window - n_atoms,), -1)])
-    same = (padded[query] == padded[key.clamp(min=0)]) & (key >= 0) & (query < n_atoms) & (key < n_atoms)
-    where = same.nonzero(as_tuple=True)
-    offset = position[where[0] * window + where[1]] - position[(where[0] - 1) * window + where[2]]
+    n_windows = -(-len(position) // window)
+    own = np.full((n_windows + 1, window), -1)  # row 0 stands for the window before the first
+    own[1:].reshape(-1)[: len(position)] = molecule
+    keys = np.concatenate([own[:-1], own[1:]], axis=-1)
+    where = ((own[1:, :, None] == keys[:, None, :]) & (own[1:, :, None] >= 0)).nonzero()
+    query = torch.from_numpy(where[0] * window + where[1])
+    key = torch.from_numpy((where[0] - 1) * window + where[2])
+    offset = position[query] - position[key]
     inverse = (1 + offset.norm(dim=-1, p=2) ** 2) ** -1
-    pairs = torch.zeros(n_windows, window, 2 * window, 5)
-    pairs[where] = torch.cat([offset, inverse[:, None], torch.ones_like(inverse)[:, None]], dim=-1)
-    return pairs
+    pairs = np.zeros((n_windows, window, 2 * window, 5), np.float32)
+    pairs[where] = torch.cat([offset, inverse[:, None], torch.ones_like(inverse)[:, None]], dim=-1).numpy()
+    return torch.from_numpy(pairs)
 
 
 def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True) -> dict[str, Tensor | None]:
@@ -270,5 +269,5 @@ def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True)
         **_atom_indices(crop),
     }
     tensors = {name: torch.from_numpy(value) for name, value in values.items()}
-    tensors["atompair_inputs"] = windowed_atom_pairs(position, torch.from_numpy(molecule))
+    tensors["atompair_inputs"] = windowed_atom_pairs(position, molecule)
     return {**tensors, "atom_pos": position, "resolved_labels": resolved, "resolution": resolution}

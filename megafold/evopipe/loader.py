@@ -32,13 +32,14 @@ def alignment_features(msa: np.ndarray, deletions: np.ndarray, values: np.ndarra
         deletions: index into `values`, uint16 [S, n].
         values: the deletion feature, float32.
     """
-    rows, n = msa.shape
-    one_hot = torch.zeros(rows, n, layout.NUM_MSA_CLASSES)
-    place = torch.arange(rows * n) * layout.NUM_MSA_CLASSES + torch.from_numpy(msa.reshape(-1)).long()
-    one_hot.view(-1)[place] = 1
-    amount = torch.from_numpy(values[deletions])
-    features = torch.stack([(amount > 0).float(), amount], dim=-1)
-    return {"msa": one_hot, "additional_msa_feats": features, "msa_mask": torch.ones(rows, dtype=torch.bool)}
+    # numpy, not torch: its large arrays come in huge pages, which makes this several times faster
+    one_hot = np.eye(layout.NUM_MSA_CLASSES, dtype=np.float32).take(msa, axis=0)
+    table = np.stack([(values > 0).astype(np.float32), values], axis=-1)
+    return {
+        "msa": torch.from_numpy(one_hot),
+        "additional_msa_feats": torch.from_numpy(table.take(deletions, axis=0)),
+        "msa_mask": torch.ones(len(msa), dtype=torch.bool),
+    }
 
 
 def model_features(

@@ -8,30 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megafold.errors import InputError
 from megafold.evopipe import augment, layout, loader, measure, sample_data
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.sources import DataSource
 
 DEPTH = 64
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory) -> DataSource:
-    try:
-        return sample_data.fetch_sample(tmp_path_factory.mktemp("sample"))
-    except InputError as error:
-        pytest.skip(f"the sample data cannot be downloaded: {error}")
-
-
-@pytest.fixture(scope="module")
-def sample_cache(sample, tmp_path_factory):
-    path = tmp_path_factory.mktemp("cache") / "sample.h5"
-    report = build_cache(sample, path, msa_depth=DEPTH, progress=False)
-    assert sorted(report.built) == [f"{id}-assembly1" for id in sorted(sample_data.ENTRIES)]
-    assert not report.failed
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,202 @@
+"""The HDF5 cache: what is written is read, what is damaged is named and never served."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import h5py
+import numpy as np
+import pytest
+
+from megafold.errors import InputError
+from megafold.evopipe import cache, layout
+from megafold.evopipe.cache import StructureCache
+
+
+@pytest.fixture
+def file(tmp_path, make_entry):
+    path = tmp_path / "cache.h5"
+    cache.create(path, msa_depth=40)
+    with cache.open_cache(path, "r+") as handle:
+        for seed, name in enumerate(("1abc-assembly1", "2xyz-assembly1")):
+            cache.write_entry(handle, make_entry(name, seed=seed))
+    return path
+
+
+def flip(path, offset: int) -> None:
+    with path.open("r+b") as handle:
+        handle.seek(offset)
+        byte = handle.read(1)[0]
+        handle.seek(offset)
+        handle.write(bytes([byte ^ 0xFF]))
+
+
+def same(entry, other) -> bool:
+    return all(np.array_equal(entry.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
+
+
+def test_entry_comes_back_as_it_was(file, make_entry):
+    with StructureCache(file) as reader:
+        assert reader.entries() == ["1abc-assembly1", "2xyz-assembly1"]
+        entry = reader.read("2xyz-assembly1")
+    written = make_entry("2xyz-assembly1", seed=1)
+    assert same(entry, written)
+    assert (entry.chains, entry.resolution, entry.released) == (written.chains, written.resolution, written.released)
+    assert (entry.smiles, entry.sources, entry.notes) == (written.smiles, written.sources, written.notes)
+    assert cache.verify(file) == []
+
+
+def test_datasets_are_chunked_compressed_and_checksummed(file):
+    with h5py.File(file) as handle:
+        group = handle["entries/1abc-assembly1"]
+        for name in ("tokens", "atoms", "msa", "profile"):
+            assert group[name].chunks and group[name].compression == "gzip" and group[name].fletcher32
+
+
+@pytest.mark.parametrize("order", ["first read", "second read"])
+def test_alignment_window_equals_the_whole(file, order):
+    rows, keep = np.array([0, 3, 17, 39]), np.zeros(300, bool)
+    keep[[5, 6, 7, 200, 290]] = True
+    with StructureCache(file) as reader:
+        whole = reader.read("1abc-assembly1").arrays
+        if order == "second read":  # the alignment read last is another one's, so this one is read by its window
+            reader.read_structure("1abc-assembly1")
+            reader.read_structure("2xyz-assembly1")
+        msa, deletions = reader.read_alignment("1abc-assembly1", rows, keep)
+    assert np.array_equal(msa, whole["msa"][rows][:, keep])
+    assert np.array_equal(deletions, whole["deletions"][rows][:, keep])
+
+
+@pytest.mark.parametrize("dataset", [name for name in layout.ARRAYS if not name.startswith("template_")])
+def test_flipped_byte_of_a_dataset_names_the_entry(file, dataset):
+    with h5py.File(file) as handle:
+        info = handle["entries/1abc-assembly1"][dataset].id.get_chunk_info(0)
+    flip(file, info.byte_offset + info.size // 2)
+    with StructureCache(file) as reader:
+        for read in (reader.read, reader.read_structure):
+            with pytest.raises(InputError, match=r"cache\.h5: 1abc-assembly1: corrupt entry") as caught:
+                read("1abc-assembly1")
+            assert "\n" not in str(caught.value) and dataset in str(caught.value)
+        with pytest.raises(InputError, match="1abc-assembly1"):
+            reader.read_alignment("1abc-assembly1", np.arange(3), np.ones(300, bool))
+        assert reader.read("2xyz-assembly1").n_tokens == 300
+    problems = cache.verify(file)
+    assert len(problems) == 1 and "1abc-assembly1" in problems[0]
+
+
+def test_consistent_rewrite_of_a_dataset_is_caught_by_its_digest(file):
+    with h5py.File(file, "r+") as handle:  # HDF5's own checksum is right then
+        handle["entries/1abc-assembly1/msa"][3, 3] ^= 1
+    with StructureCache(file) as reader, pytest.raises(InputError, match="dataset msa: checksum"):
+        reader.read_structure("1abc-assembly1")
+
+
+SWEEP = """
+import sys
+import numpy as np
+from megafold.errors import InputError
+from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.layout import ARRAYS
+path, names = sys.argv[1], ["1abc-assembly1", "2xyz-assembly1"]
+def read():
+    out = {}
+    with StructureCache(path) as reader:
+        for name in names:
+            try:
+                out[name] = reader.read(name)
+            except InputError as error:
+                assert "\\n" not in str(error), error
+                out[name] = None
+    return out
+good = read()
+data = bytearray(open(path, "rb").read())
+refused = 0
+for offset in np.random.default_rng(0).integers(0, len(data), 150):
+    data[offset] ^= 0xFF
+    open(path, "wb").write(data)
+    now = read()
+    data[offset] ^= 0xFF
+    for name in names:
+        if now[name] is None:
+            refused += 1
+        elif any(not np.array_equal(now[name].arrays[key], good[name].arrays[key]) for key in ARRAYS):
+            sys.exit(f"served damaged data: offset {offset}, {name}")
+print(refused)
+"""
+
+
+def test_no_flipped_byte_of_the_file_is_served(file):
+    """In a process of its own: a broken HDF5 file must not take the test run down."""
+    done = subprocess.run([sys.executable, "-c", SWEEP, str(file)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout) > 50  # most bytes matter
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.999], ids=["empty", "100 bytes", "half", "almost all"])
+def test_truncated_file_is_one_clear_line(file, keep):
+    data = file.read_bytes()
+    file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(InputError, match=r"cache\.h5: cache: cannot be opened"):
+        StructureCache(file).entries()
+
+
+@pytest.mark.parametrize("problem", ["missing", "text", "schema"])
+def test_file_that_is_no_cache_is_one_clear_line(file, problem):
+    if problem == "missing":
+        file.unlink()
+    elif problem == "text":
+        file.write_text("not a cache")
+    else:
+        with h5py.File(file, "r+") as handle:
+            handle.attrs["schema"] = 99
+    expected = {"missing": "no such file", "text": "cannot be opened", "schema": "schema: 99 found"}[problem]
+    for use in (lambda: StructureCache(file).entries(), lambda: cache.verify(file), lambda: cache.describe(file)):
+        with pytest.raises(InputError, match=expected) as caught:
+            use()
+        assert str(file) in str(caught.value)
+
+
+def test_unknown_entry_is_named(file):
+    with StructureCache(file) as reader, pytest.raises(InputError, match="9zzz-assembly1: no such entry"):
+        reader.read("9zzz-assembly1")
+
+
+def test_unfinished_entry_is_not_listed(file, make_entry):
+    with cache.open_cache(file, "r+") as handle:
+        handle.move("entries/1abc-assembly1", "entries/.1abc-assembly1.part")  # as a killed build leaves it
+        assert StructureCache(file).entries() == ["2xyz-assembly1"]
+    with cache.open_cache(file, "r+") as handle:
+        cache.write_entry(handle, make_entry("1abc-assembly1"))
+        assert sorted(handle["entries"]) == ["1abc-assembly1", "2xyz-assembly1"]
+
+
+def test_another_depth_is_refused(file):
+    with pytest.raises(InputError, match="msa_depth: was built with 40 rows, asked for 41"):
+        cache.create(file, msa_depth=41)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_open_reader_works_in_child_processes(file, method):
+    context = multiprocessing.get_context(method)
+    with StructureCache(file) as reader:
+        expected = reader.read("1abc-assembly1")  # the file is open in the parent
+        with ProcessPoolExecutor(2, mp_context=context) as pool:
+            futures = [pool.submit(StructureCache.read, reader, "1abc-assembly1") for _ in range(2)]
+            assert all(same(future.result(timeout=60), expected) for future in futures)
+        assert same(reader.read("1abc-assembly1"), expected)
+
+
+def test_pickled_reader_carries_no_handle(file):
+    with StructureCache(file) as reader:
+        reader.read("1abc-assembly1")
+        assert len(pickle.dumps(reader)) < 1000
+
+
+def test_description_names_entries_sizes_and_versions(file):
+    text = cache.describe(file)
+    for expected in ("1abc-assembly1", "2xyz-assembly1", "300", "2400", "2 entries", "rdkit", "note: a note"):
+        assert expected in text
