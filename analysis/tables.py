@@ -146,11 +146,13 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 
 def _markdown(records: Sequence[Record], sweep: str) -> str:
+    if not records:
+        return f"# {sweep}\n\nNo records.\n"
     table = readable_table(records)
     escaped = [[str(cell).replace("|", "\\|") for cell in row] for row in table.values.tolist()]
     aligned = ["right" if name in NUMERIC else "left" for name in table.columns]
-    body = tabulate(escaped, [*table.columns], "pipe", colalign=aligned, disable_numparse=True) if escaped else ""
-    lines = [f"# {sweep}", f"**{caption(records)}.** Reproduce with `{command(records)}`.", body or "No records."]
+    body = tabulate(escaped, [*table.columns], "pipe", colalign=aligned, disable_numparse=True)
+    lines = [f"# {sweep}", f"**{caption(records)}.** Reproduce with `{command(records)}`.", body]
     return "\n\n".join([*lines, *notes(records)]) + "\n"
 
 

@@ -184,5 +184,6 @@ def test_evidence_is_shown_where_it_is_not_measured(make):
     assert table["Evidence"].tolist() == ["emulated"]
 
 
-def test_no_records_is_a_sentence():
+def test_no_records_is_a_sentence(tmp_path):
     assert print_table([]) == "no records"
+    assert write_tables([], "kernels", tmp_path)[1].read_text() == "# kernels\n\nNo records.\n"
