@@ -59,7 +59,10 @@ def attend_eager(
 def attend_sdpa(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *, dropout_p: float = 0.0
 ) -> Tensor:
-    """Through ``scaled_dot_product_attention``; the mask goes into the bias, which is never repeated over the rows."""
+    """Through ``scaled_dot_product_attention``; the mask goes into the bias, which is never repeated over the rows.
+
+    A row without any key averages all of them, as in the stock model (not in fp16, whose lowest number is too high).
+    """
     groups, rows, heads = q.shape[:3]
     bias = _with_mask(bias, mask, q)
     if rows == 1:
