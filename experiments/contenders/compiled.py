@@ -19,7 +19,7 @@ from torch.nn import Module
 MOST_GRAPHS = 256
 
 
-def compile_stacks(model: Module, device: str) -> Mapping[str, bool]:
+def compile_stacks(model: Module, device: str, backend: str = "inductor") -> Mapping[str, bool]:
     """Compile in place; parameters keep their names and values. No flags: the FLOPs are the stock model's."""
     import torch._dynamo
 
@@ -28,7 +28,7 @@ def compile_stacks(model: Module, device: str) -> Mapping[str, bool]:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     on_cpu = device == "cpu"
     for layer in _pair_transitions(model) if on_cpu else _layers(model):
-        layer.compile(dynamic=on_cpu)
+        layer.compile(backend=backend, dynamic=on_cpu)
     return {}
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 import torch
 
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
-from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.cache import StructureCache, open_cache
 from megafold.evopipe.measure import read_cached_example, read_stock_example, stage_for_stock
 from megafold.evopipe.sources import DataSource, load_data_section
 from megafold.metrics.timing import summarize
@@ -21,8 +22,8 @@ from megafold.metrics.timing import summarize
 MIB = 2**20
 PATHS = ("mmcif", "msa", "templates", "components", "kalign")
 DISK = {
-    True: "the cache file divided by its entries",
-    False: "uncompressed mmCIF and A3M files of the entries measured, divided by their number",
+    True: "compressed datasets of the entries measured, mean",
+    False: "uncompressed mmCIF and A3M files of the entries measured, mean",
 }
 
 
@@ -81,8 +82,9 @@ class DataSession:
 
     def _bytes_on_disk(self) -> float:
         if self._cached:
-            with StructureCache(self._cache) as present:
-                return self._cache.stat().st_size / len(present.entries())
+            with open_cache(self._cache) as file:
+                stored = [_stored_bytes(file["entries"][entry]) for entry in self._entries]
+            return sum(stored) / len(stored)
         root = stage_for_stock(self._source)
         files = [path for path in root.rglob("*") if path.is_file()]
         wanted = [path for path in files if any(path.name.startswith(entry) for entry in self._entries)]
@@ -98,6 +100,10 @@ def source_of(cache: Path) -> DataSource:
     for key in PATHS:
         content[key] = Path(content[key]) if content.get(key) else None
     return DataSource(**{**content, "pdb_ids": tuple(content.get("pdb_ids", ()))})
+
+
+def _stored_bytes(group: h5py.Group) -> int:
+    return sum(item.id.get_storage_size() for item in group.values() if isinstance(item, h5py.Dataset))
 
 
 def _tensor_bytes(example: Any) -> int:

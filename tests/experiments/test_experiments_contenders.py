@@ -1,0 +1,137 @@
+"""The kernel contenders on a CPU: conventions, the check before timing, reasons; the layers that torch.compile gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from experiments.contenders import kernels, peers
+from experiments.contenders.kernels import KernelSession, WrongNumbers
+from experiments.contenders.peers import Attention
+from experiments.providers import Context, Unsupported
+from experiments.spec import Contender, Point, Setting
+from megafold.evoflash3d.reference import eager_attention
+
+SHAPE = {"n_tokens": 12, "batch_size": 1, "rows": 0, "heads": 2, "head_dim": 8, "width": 128}
+
+
+def context(provider: str, dtype: str = "fp32", **shape: int) -> Context:
+    sizes = tuple({**SHAPE, **shape}.items())
+    setting = Setting("kernels", "kernel", "triangle_attention", "", "synthetic", "", dtype, sizes)
+    return Context(Point(setting, Contender(provider, provider)), None, "cpu")
+
+
+def measured(session: KernelSession, steps: int = 3) -> dict:
+    session.resume()
+    taken = [session.step() for _ in range(steps)]
+    session.suspend()
+    return session.finish({name: [sample[name] for sample in taken] for name in taken[0]})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("provider", ["eager", "sdpa", "evoflash3d"])
+def test_a_contender_with_right_numbers_is_timed(provider, dtype):
+    metrics = measured(KernelSession(context(provider, dtype)))
+    assert metrics["forward_time"].unit == "s" and metrics["forward_time"].n == 3
+    assert metrics["forward_time"].value > 0 and metrics["forward_backward_time"].value > 0
+    assert set(metrics) >= {"error_out", "error_dq", "error_dk", "error_dv", "error_dbias"}
+    assert not any(name.startswith("graph") for name in metrics)
+
+
+def test_the_peak_counts_what_a_call_allocates_and_not_its_inputs():
+    n, h, d = 24, SHAPE["heads"], SHAPE["head_dim"]
+    metrics = measured(KernelSession(context("eager", n_tokens=n)), steps=1)
+    scores, tensor = 4 * n * h * n * n, 4 * n * h * n * d
+    # Eager attention holds its probabilities, and at least one more tensor of that size in its backward.
+    assert 2 * scores < metrics["peak_memory"].value * 2**20 < 6 * scores + 8 * tensor
+
+
+@pytest.mark.parametrize("what", ["output", "bias gradient", "mask", "scale"])
+def test_a_contender_with_wrong_numbers_is_not_timed(what, monkeypatch):
+    def wrong(q, k, v, bias, mask):
+        if what == "bias gradient":
+            bias = bias.detach() + 0.5 * (bias - bias.detach())
+        if what == "mask":
+            mask = ~mask
+        out = eager_attention(q, k, v, bias, mask, scale=1.0 if what == "scale" else None)
+        return out * 1.0001 if what == "output" else out
+
+    monkeypatch.setattr(kernels, "find_attention", lambda *_: Attention(wrong))
+    with pytest.raises(WrongNumbers, match="not timed, wrong at N = 17: "):
+        KernelSession(context("eager"))
+
+
+def heads_first(q, k, v, bias, mask):
+    """[B, H, R, N, D] and True = masked out, as trifast has it."""
+    assert all(tensor.is_contiguous() for tensor in (q, k, v, bias))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return eager_attention(q, k, v, bias, ~mask).transpose(1, 2)
+
+
+def heads_last(q, k, v, bias, mask):
+    """[B, R, N, H, D], bias [B, 1, H, N, N] and an additive mask [B, R, 1, 1, N], as openfold3 and protenix have it."""
+    assert all(tensor.is_contiguous() for tensor in (q, k, v, bias))
+    q, k, v = (tensor.transpose(2, 3) for tensor in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias + mask
+    return (scores.softmax(-1) @ v).transpose(2, 3)
+
+
+def keep_wide(q, k, v, bias, mask=None):
+    """Mask [B, R, 1, 1, N] with True = keep, bias [B, 1, H, N, N], as cuEquivariance has it."""
+    return eager_attention(q, k, v, bias[:, 0], None if mask is None else mask[:, :, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        Attention(heads_first, peers.HEADS_FIRST, peers._drop, needs_mask=True),
+        Attention(heads_last, peers.HEADS_LAST, peers._additive, wide_bias=True, needs_mask=True),
+        Attention(keep_wide, peers.OURS, peers._keep_wide, wide_bias=True),
+    ],
+    ids=["heads-first", "heads-last", "wide-mask"],
+)
+def test_each_convention_is_converted_to_right_numbers(attention, monkeypatch):
+    monkeypatch.setattr(kernels, "find_attention", lambda *_: attention)
+    assert measured(KernelSession(context("eager")), steps=1)["forward_backward_time"].value > 0
+
+
+@pytest.mark.parametrize("name", ["trifast", "cuequivariance", "openfold3", "protenix"])
+def test_a_peer_without_kernels_for_this_device_says_so(name):
+    with pytest.raises(Unsupported, match=f"{name} has no kernels for a CPU"):
+        peers.find_attention(name, "cpu", 128)
+
+
+def test_a_peer_that_cannot_be_imported_says_why():
+    with pytest.raises(Unsupported, match="no_such_peer cannot be imported: ModuleNotFoundError: No module"):
+        peers._need_module("no_such_peer")
+
+
+def test_compiled_layers_have_no_graph_breaks_and_the_stock_loss():
+    # With the backend "eager": the graphs are traced and checked, and not handed to a compiler.
+    from torch._dynamo.utils import counters
+
+    from experiments.contenders.compiled import compile_stacks
+    from megafold.model.build import build_model
+    from megafold.model.presets import preset
+    from megafold.train.synthetic import synthetic_batch
+
+    batch = synthetic_batch(10, msa_depth=4, model_kwargs=preset("tiny"))
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = build_model("tiny")
+        names = list(model.state_dict())
+        if compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            compile_stacks(model, "cuda", backend="eager")
+        torch.manual_seed(1)
+        loss = model(**batch, num_recycling_steps=1)
+        loss.backward()
+        losses.append(loss.item())
+        assert list(model.state_dict()) == names
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert not counters["graph_break"]
+    # Pair block, single attention and transition; three parts of an MSA layer and its pair block; template block; two
+    # parts of a token transformer layer: each is one graph.
+    assert counters["stats"]["unique_graphs"] >= 8
