@@ -34,3 +34,8 @@ for sweep in PLAN.batches:
         input:
             f"{ROOT}/tables/{sweep}.csv",
             f"{ROOT}/figures/{sweep}.txt",
+
+
+rule measure:
+    input:
+        [manifest for sweep in PLAN.batches for manifest in PLAN.manifests(sweep)],
