@@ -8,8 +8,7 @@ from cluster.site import load_site
 
 config = snakemake.config
 with telling():
-    data = [] if config["data"] == "sample" else ["--data", Path(config["data"]).resolve()]
-    folders = ["--out", Path(snakemake.output[0]).resolve(), "--download", Path(config["download"]).resolve()]
+    files = ["--data", Path(snakemake.input[0]).resolve(), "--out", Path(snakemake.output[0]).resolve()]
     workers = max(snakemake.threads, load_site(config["site"]).cpus_per_task)
     limits = ["--workers", workers, "--msa-depth", snakemake.params.msa_depth]
-    run_megafold(config, "build_cache", ["cache", "build", *data, *folders, *limits])
+    run_megafold(config, "build_cache", ["cache", "build", *files, *limits])
