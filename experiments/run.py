@@ -130,6 +130,9 @@ class _Run:
 
     def _settle(self, contender: Contender, reply: Mapping[str, Any]) -> None:
         self._live.remove(contender)
+        if reply["status"] == "error":
+            # After some errors (an illegal access on a GPU) the process is of no use to the next comparison.
+            self._pool.discard(self._comparison.setting.what, contender)
         own = self._hardware
         found = {name: value for name, value in own.items() if name != "vendor"}
         record = Record(

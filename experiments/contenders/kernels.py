@@ -145,6 +145,7 @@ class KernelSession:
         }
 
     def _capture(self) -> None:
+        pool = torch.cuda.graph_pool_handle()  # one for both: they never replay at the same time
         for name in ("forward_time", "forward_backward_time"):
             graph, work = torch.cuda.CUDAGraph(), self._work[name]
             try:
@@ -153,7 +154,7 @@ class KernelSession:
                 with torch.cuda.stream(stream):
                     work()
                 torch.cuda.current_stream().wait_stream(stream)
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, pool=pool):
                     work()
             except RuntimeError as error:
                 if self._first:
