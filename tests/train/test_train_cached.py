@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 
 import pytest
 import torch
@@ -50,14 +51,15 @@ def _config(output, cache, **changes):
     return config_from_mapping(mapping | changes, "run.yaml")
 
 
-def test_loss_goes_down_on_the_sample_structures(cache, tmp_path, terms_before_and_after):
-    config = _config(tmp_path, cache, steps=30)
+def test_loss_goes_down_on_the_sample_structures(cache, tmp_path, improvement):
+    config = _config(tmp_path, cache, steps=18)
     report = train(config)
-    before, after = terms_before_and_after(config, report)
-    assert after["distogram"] < 0.8 * before["distogram"]
-    assert after["diffusion_mse"] < 0.8 * before["diffusion_mse"]
+    ratios = improvement(config, report)
+    assert max(ratios["distogram"]) < 0.85
+    assert statistics.fmean(ratios["diffusion_mse"]) < 0.92
+    assert sum(ratio < 1 for ratio in ratios["diffusion_mse"]) >= 8
     names = [line["entry"][0] for line in read_steps(report.log)]
-    epochs = [tuple(names[start : start + 3]) for start in range(0, 30, 3)]
+    epochs = [tuple(names[start : start + 3]) for start in range(0, 18, 3)]
     assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(f"{name}-assembly1" for name in STRUCTURES)}
     assert len(set(epochs)) > 1, "never shuffled"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 
 import pytest
 import torch
@@ -184,8 +185,9 @@ def test_log_with_a_line_cut_short_stays_readable(tmp_path):
     assert read_steps(path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
 
 
-def test_loss_goes_down_on_structures_that_it_has_seen(tmp_path, terms_before_and_after):
-    config = _config(tmp_path, steps=30, optimizer={"learning_rate": 0.01, "warmup_steps": 5})
-    before, after = terms_before_and_after(config, train(config))
-    assert after["distogram"] < 0.8 * before["distogram"]
-    assert after["diffusion_mse"] < 0.8 * before["diffusion_mse"]
+def test_loss_goes_down_on_structures_that_it_has_seen(tmp_path, improvement):
+    config = _config(tmp_path, steps=18, optimizer={"learning_rate": 0.01, "warmup_steps": 5})
+    ratios = improvement(config, train(config))
+    assert max(ratios["distogram"]) < 0.85
+    assert statistics.fmean(ratios["diffusion_mse"]) < 0.92
+    assert sum(ratio < 1 for ratio in ratios["diffusion_mse"]) >= 8
