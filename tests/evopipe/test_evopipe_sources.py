@@ -22,7 +22,8 @@ from megafold.evopipe.sources import DataSource, load_data_section
     "module", ["sources", "sample_data", "alignments", "assembly", "layout", "ccd", "build", "cache"]
 )
 def test_import_is_light(module):
-    code = f"import sys, megafold.evopipe.{module}; print([m for m in ('torch', 'alphafold3_pytorch') if m in sys.modules])"
+    heavy = "[m for m in ('torch', 'alphafold3_pytorch') if m in sys.modules]"
+    code = f"import sys, megafold.evopipe.{module}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 

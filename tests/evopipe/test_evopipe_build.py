@@ -1,0 +1,218 @@
+"""Building a cache: bad input is one line and ends nothing else; a second build does only what is new."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from megafold.errors import InputError
+from megafold.evopipe import alignments, build, cache, layout
+from megafold.evopipe.build import build_cache
+from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.sources import DataSource
+
+
+@pytest.fixture
+def folder(sample, tmp_path) -> DataSource:
+    """1ubq and 2q2k, the latter with its alignments."""
+    mmcif, msa = tmp_path / "mmcif", tmp_path / "msa"
+    mmcif.mkdir()
+    shutil.copy(sample.mmcif / "1ubq.cif", mmcif)
+    shutil.copy(sample.mmcif / "2q2k.cif", mmcif)
+    shutil.copytree(sample.msa, msa)
+    return DataSource("folders", mmcif, msa)
+
+
+def build_quietly(source, out, **options):
+    return build_cache(source, out, msa_depth=16, progress=False, **options)
+
+
+def truncate(path, fraction=0.6):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * fraction)])
+
+
+def test_truncated_mmcif_is_a_line_of_the_report_and_the_rest_is_built(folder, tmp_path):
+    truncate(folder.mmcif / "2q2k.cif")
+    report = build_quietly(folder, tmp_path / "c.h5")
+    assert report.built == ["1ubq-assembly1"]
+    [(file, entry, reason)] = report.failed
+    assert file.endswith("2q2k.cif") and entry == "2q2k-assembly1" and "truncated" in reason
+    assert StructureCache(tmp_path / "c.h5").entries() == ["1ubq-assembly1"]
+    assert "failed: " in str(report) and "2q2k" in str(report)
+
+
+def test_truncated_mmcif_that_is_named_raises(folder, tmp_path):
+    truncate(folder.mmcif / "2q2k.cif")
+    with pytest.raises(InputError, match=r"2q2k.cif: mmCIF: cannot be parsed, truncated\?") as caught:
+        build_quietly(DataSource("folders", folder.mmcif / "2q2k.cif"), tmp_path / "c.h5")
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_gzip_is_a_line_of_the_report(folder, tmp_path):
+    path = folder.mmcif / "2q2k.cif"
+    packed = folder.mmcif / "2q2k.cif.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    truncate(packed)
+    [(file, _, reason)] = build_quietly(folder, tmp_path / "c.h5").failed
+    assert file.endswith("2q2k.cif.gz") and "cannot be read" in reason
+
+
+def test_truncated_assembly_file_is_one_clear_line(folder, tmp_path, shared_data):
+    path = tmp_path / "721p-assembly1.cif"
+    path.write_text(alignments.read_text(shared_data / "mmcif" / "721p-assembly1.cif.gz")[:200_000])
+    with pytest.raises(InputError, match=r"721p-assembly1\.cif"):
+        build_quietly(DataSource("folders", path), tmp_path / "c.h5")
+
+
+ALIGNMENTS = {
+    "another protein": (
+        ">q\nMKTAYIAKQR\n>x\nMKTAYIAKQR\n",
+        "the query (10 residues, MKTAYIAKQR...) is not the chain's",
+    ),
+    "one residue changed": (None, "is not the chain's sequence"),
+    "ragged row": (None, "row 2 does not have the query's 70 columns"),
+    "empty": ("", "holds no sequence"),
+}
+
+
+@pytest.mark.parametrize("case", ALIGNMENTS)
+def test_wrong_alignment_names_file_and_chain(folder, tmp_path, case):
+    path = folder.msa / "2q2k-assembly1A_protein.a3m"
+    text, expected = ALIGNMENTS[case]
+    (_, query), *rest = list(alignments.records(path.read_text()))
+    if case == "one residue changed":
+        text = f">q\n{query[:40]}{'W' if query[40] != 'W' else 'A'}{query[41:]}\n"
+    elif case == "ragged row":
+        text = f">q\n{query}\n>x\n{rest[0][1][:-1]}\n"
+    path.write_text(text)
+    [(file, entry, reason)] = build_quietly(folder, tmp_path / "c.h5").failed
+    assert file == str(path) and entry == "2q2k-assembly1" and reason.startswith("chain A: ") and expected in reason
+    with pytest.raises(InputError, match=r"2q2k-assembly1A_protein\.a3m: chain A: "):
+        build_quietly(DataSource("folders", folder.mmcif / "2q2k.cif", folder.msa), tmp_path / "d.h5")
+
+
+def test_gzipped_and_identical_alignments_are_read(folder, tmp_path):
+    for chain in "AB":  # two chains with the identical file
+        path = folder.msa / f"2q2k-assembly1{chain}_protein.a3m"
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert not build_quietly(folder, tmp_path / "c.h5").failed
+    assert StructureCache(tmp_path / "c.h5").msa_depth("2q2k-assembly1") == 16
+
+
+def test_second_build_does_only_what_is_new(folder, sample, tmp_path):
+    out = tmp_path / "c.h5"
+    assert build_quietly(folder, out).built == ["1ubq-assembly1", "2q2k-assembly1"]
+    again = build_quietly(folder, out)
+    assert (again.built, again.skipped) == ([], ["1ubq-assembly1", "2q2k-assembly1"])
+    path = folder.msa / "2q2k-assembly1A_protein.a3m"
+    path.write_text("".join(f">{name}\n{row}\n" for name, row in list(alignments.records(path.read_text()))[:2]))
+    shutil.copy(sample.mmcif / "1kd8.cif", folder.mmcif)
+    changed = build_quietly(folder, out)
+    assert (changed.built, changed.skipped) == (["1kd8-assembly1", "2q2k-assembly1"], ["1ubq-assembly1"])
+
+
+def test_corrupt_entry_alone_is_built_anew(folder, tmp_path):
+    out = tmp_path / "c.h5"
+    build_quietly(folder, out)
+    with cache.open_cache(out, "r+") as file:
+        info = file["entries/1ubq-assembly1/atoms"].id.get_chunk_info(0)
+    with out.open("r+b") as handle:
+        handle.seek(info.byte_offset + 40)
+        handle.write(b"\xde\xad\xbe\xef")
+    assert len(cache.verify(out)) == 1
+    report = build_quietly(folder, out)
+    assert (report.built, report.skipped) == (["1ubq-assembly1"], ["2q2k-assembly1"])
+    assert cache.verify(out) == []
+
+
+def test_two_builds_are_equal_byte_for_byte(folder, tmp_path):
+    """Nothing of the cached stage is random: RDKit's unseeded embedding has no part in it."""
+    for name in ("a.h5", "b.h5"):
+        build_quietly(folder, tmp_path / name)
+    with StructureCache(tmp_path / "a.h5") as a, StructureCache(tmp_path / "b.h5") as b:
+        for entry in a.entries():
+            one, other = a.read(entry), b.read(entry)
+            assert all(np.array_equal(one.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
+            assert a.meta(entry) == b.meta(entry)
+
+
+def test_several_workers_make_the_same_cache(folder, tmp_path):
+    truncate(folder.mmcif / "1ubq.cif", 0.5)
+    build_quietly(folder, tmp_path / "one.h5")
+    report = build_quietly(folder, tmp_path / "two.h5", workers=2)
+    assert report.built == ["2q2k-assembly1"] and [entry for _, entry, _ in report.failed] == ["1ubq-assembly1"]
+    with StructureCache(tmp_path / "one.h5") as a, StructureCache(tmp_path / "two.h5") as b:
+        one, other = a.read("2q2k-assembly1"), b.read("2q2k-assembly1")
+    assert all(np.array_equal(one.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
+    assert not list(tmp_path.glob(".*"))  # no shard is left
+
+
+def _hang_or_die(source, name, path, shard, msa_depth):
+    if name.startswith("1ubq"):
+        time.sleep(600)
+    raise SystemExit(7)
+
+
+def test_structure_that_never_ends_or_kills_its_worker_is_listed(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_make_shard", _hang_or_die)
+    report = build_quietly(folder, tmp_path / "c.h5", workers=2, timeout=3)
+    reasons = {entry: reason for _, entry, reason in report.failed}
+    assert reasons["1ubq-assembly1"] == "took more than 3 s" and "the worker died" in reasons["2q2k-assembly1"]
+
+
+def test_msa_depth_limits_the_rows(folder, tmp_path):
+    build_cache(folder, tmp_path / "c.h5", msa_depth=5, progress=False)
+    with StructureCache(tmp_path / "c.h5") as reader:
+        assert reader.msa_depth("2q2k-assembly1") == 5 and reader.msa_depth("1ubq-assembly1") == 1
+    with pytest.raises(InputError, match="msa_depth: was built with 5 rows, asked for 6"):
+        build_cache(folder, tmp_path / "c.h5", msa_depth=6, progress=False)
+
+
+def test_progress_is_plain_lines_in_a_log(folder, tmp_path, capsys):
+    build_cache(folder, tmp_path / "c.h5", msa_depth=5, progress=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
+    assert lines[-2:] == ["[1/2] 1ubq-assembly1: ok", "[2/2] 2q2k-assembly1: ok"]
+
+
+def test_missing_alignment_is_noted(folder, tmp_path):
+    notes = dict(build_quietly(folder, tmp_path / "c.h5").notes)
+    assert "no alignment of chain A" in notes["1ubq-assembly1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "kept", "expected"),
+    [
+        ("MAK", [True, False, True], "MK"),
+        ("MaAK", [True, False, True], "MaK"),
+        ("M-K", [False, True, True], "-K"),
+        ("MAKx", [True, True, False], "MAx"),
+    ],
+)
+def test_columns_of_an_a3m_row(row, kept, expected):
+    assert alignments._select(row, kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "chain", "expected"),
+    [
+        (["1abc-assembly1A_protein.a3m"], "A", ["1abc-assembly1A_protein.a3m"]),
+        (["1abc-assembly1A_protein.a3m"], "A-2", ["1abc-assembly1A_protein.a3m"]),
+        (["1abc-assembly1A_x.a3m", "1abc-assembly1A-2_x.a3m"], "A-2", ["1abc-assembly1A-2_x.a3m"]),
+        (["1abc-assembly1A_b.a3m", "1abc-assembly1A_a.a3m.gz"], "A", ["1abc-assembly1A_a.a3m.gz", "1abc-assembly1A_b.a3m"]),
+        (["1abc-assembly1AA_x.a3m"], "A", []),
+        (["1abc_A.a3m"], "A", ["1abc_A.a3m"]),
+        (["1abc_A_uniref.a3m"], "A", ["1abc_A_uniref.a3m"]),
+        (["1abc-assembly1A_x.m8"], "A", []),
+    ],
+)  # fmt: skip
+def test_alignments_of_a_chain_are_found_by_name(tmp_path, names, chain, expected):
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in alignments.find(tmp_path, "1abc-assembly1", chain)] == expected
