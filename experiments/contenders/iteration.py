@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from experiments.contenders.examples import Batch, examples
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
 from experiments.spec import Contender, Setting
@@ -21,12 +20,10 @@ from megafold.metrics.timing import summarize
 from megafold.model.build import build_model
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
-from megafold.train.synthetic import synthetic_batch
 from megafold.train.trainer import Trainer
 from megafold.train.workload import arrange
 
 GIB = 2**30
-LOADER_WORKERS = 4
 TIMES = {
     "iteration_time": "forward, backward, gradient clipping and AdamW update",
     "forward_time": "",
@@ -37,8 +34,6 @@ TIMES = {
 CPU_PEAK = "peak resident memory of the process, libraries included"
 CPU_ABOVE = "peak resident memory less what was resident before the model was built, less persistent_memory"
 PERSISTENT = "weights, buffers, gradients and optimizer state"
-
-Batch = Mapping[str, Any]
 
 
 class IterationSession:
@@ -67,7 +62,7 @@ class IterationSession:
         self._flags = prepare(model, context.device) if prepare else {}
         dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
         self._trainer = Trainer(model, device=context.device, dtype=dtype)
-        self._examples = _examples(setting, context.cache, context.device)
+        self._examples, self.notes = examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
         self._step = 0
 
@@ -188,6 +183,10 @@ def megafold_preparation(contender: Contender) -> Callable[[torch.nn.Module, str
 def _check_supported(setting: Setting, device: str) -> None:
     if setting.sp * setting.dp > 1 or setting.mode != "measured":
         raise Unsupported(f"sp={setting.sp}, dp={setting.dp}, mode={setting.mode}: one device is measured so far")
+    if setting.workload == "as_published":
+        raise Unsupported(
+            "as_published: its steps differ (1-4 recycles, confidence at every tenth); no median is reported"
+        )
     if setting.dtype == "fp16":
         raise Unsupported("fp16: the trainer has no loss scaling; use bf16")
     if setting.dtype == "bf16" and device == "cpu":
@@ -196,62 +195,6 @@ def _check_supported(setting: Setting, device: str) -> None:
         )
     if setting.data == "synthetic" and setting.size("batch_size") > 1:
         raise Unsupported("synthetic batches hold one structure; use data: cache for larger batches")
-
-
-def _examples(setting: Setting, cache: Path | None, device: str) -> Callable[[], Iterator[Batch]]:
-    """A function that starts the examples anew: always the same ones in the same order, without end."""
-    if setting.data == "cache":
-        return _cached_examples(setting, cache, device)
-    batch = synthetic_batch(
-        setting.size("n_tokens"),
-        atoms_per_token=setting.size("atoms_per_token"),
-        msa_depth=setting.size("msa_depth"),
-        templates=setting.size("templates"),
-        workload=setting.workload,
-        seed=setting.seed,
-        model_kwargs=preset(setting.model),
-    )
-
-    def repeat() -> Iterator[Batch]:
-        while True:
-            yield batch
-
-    return repeat
-
-
-def _cached_examples(setting: Setting, cache: Path, device: str) -> Callable[[], Iterator[Batch]]:
-    """Crops of exactly N tokens of structures that are long enough: one pass of the loader is one visit."""
-    from megafold.evopipe.cache import StructureCache
-    from megafold.evopipe.loader import make_loader
-
-    wanted, protocol = setting.size("n_tokens"), setting.protocol
-    with StructureCache(cache) as present:
-        lengths = {name: present.read_structure(name).n_tokens for name in present.entries()}
-    names = [name for name, length in lengths.items() if length >= wanted][
-        : protocol.repeats * setting.size("batch_size")
-    ]
-    if not names:
-        longest = max(lengths.values(), default=0)
-        raise Unsupported(f"no structure in the cache has {wanted} tokens; the longest has {longest}")
-    steps = protocol.warmup + protocol.repeats
-    loader = make_loader(
-        cache,
-        crop_size=wanted,
-        msa_depth=setting.size("msa_depth"),
-        batch_size=setting.size("batch_size"),
-        # Beside a GPU the loader works ahead; on a CPU it would take the cores of what is measured.
-        workers=0 if device == "cpu" else max(1, min(LOADER_WORKERS, len(os.sched_getaffinity(0)) - 1)),
-        seed=setting.seed,
-        entries=[names[at % len(names)] for at in range(steps * setting.size("batch_size"))],
-        labels=setting.workload != "core",
-        shuffle=False,
-    )
-
-    def again() -> Iterator[Batch]:
-        while True:
-            yield from loader
-
-    return again
 
 
 def _length(batch: Batch, name: str) -> int:
