@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from megafold.train.config import TrainConfig
 from megafold.train.randomness import seeded
+from megafold.train.stop import SIGNALS
 
 Batch = Mapping[str, Any]
 
@@ -83,7 +86,17 @@ def open_stream(config: TrainConfig, model_kwargs: Mapping[str, Any]) -> Example
         shuffle=data.shuffle,
     )
 
+    loader.worker_init_fn = partial(_start_worker, then=loader.worker_init_fn)
     return ExampleStream(lambda epoch, skip: _cached(loader, epoch, skip), config.seed)
+
+
+def _start_worker(worker: int, then: Callable[[int], None] | None) -> None:
+    """SLURM and Ctrl-C signal every process of a job. The main process decides when to stop; a worker that died first
+    would end the run in the middle of a step."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 def _cached(loader: DataLoader, epoch: int, skip: int) -> Iterator[Batch]:

@@ -13,21 +13,21 @@ import torch
 
 
 def snapshot() -> dict[str, Any]:
-    """States of torch (CPU and every visible GPU), numpy and Python, in types that a safe load accepts."""
+    """States of torch (CPU and the current GPU), numpy and Python, in types that a safe load accepts."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), int(position), int(has_gauss), float(gauss)),
     }
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Bring back what :func:`snapshot` returned; GPU states only where the number of GPUs is the same."""
+    """Bring back what :func:`snapshot` returned; the state of a GPU only where there is one."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]

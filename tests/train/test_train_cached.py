@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import statistics
+import time
 
+import psutil
 import pytest
 import torch
 
@@ -66,6 +67,7 @@ def test_loss_goes_down_on_the_sample_structures(cache, tmp_path, improvement):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_run_stopped_in_the_middle_of_an_epoch_continues_bit_by_bit(cache, tmp_path, monkeypatch, workers):
+    """The signal goes to the workers of the loader too, as SLURM sends it."""
     data = {"cache": str(cache), "crop_size": 20, "msa_depth": 4, "workers": workers}
     whole = train(_config(tmp_path / "whole", cache, data=data))
     original = Progress.step
@@ -73,7 +75,9 @@ def test_run_stopped_in_the_middle_of_an_epoch_continues_bit_by_bit(cache, tmp_p
     def stop_after_four(self, done, **values):
         original(self, done, **values)
         if done == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for process in (*psutil.Process().children(), psutil.Process()):
+                process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)  # a worker that dies of it would be noticed now
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "step", stop_after_four)
