@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def measure(
 
     A worker that runs out of memory, crashes or hangs is a record, and the next comparison gets a new one. A record is
     kept, and not measured again, when it is settled ("ok", "oom", "timeout", "unsupported") and belongs to the same
-    comparison: beside other contenders the point is another measurement.
+    comparison: beside other contenders the point is another measurement. Where a contender of a comparison has no
+    result yet, those that have a time are measured beside it once more, so that their ratio comes from one job.
 
     Args:
         comparisons: in the order in which they run; workers are reused over all of them.
@@ -177,16 +178,16 @@ class _Progress:
 
 
 def _unsettled(comparison: Comparison, records: Path, force: bool) -> list[Point]:
-    left = []
+    """What to measure: points without a result, and beside them those with a time, since a ratio needs one job."""
+    settled: dict[Point, str] = {}
     for point in comparison.points:
-        try:
+        with suppress(InputError):  # missing, or broken: as good as missing
             present = read_record(record_path(records, point))
-        except InputError:  # missing, or broken: as good as missing
-            present = None
-        settled = present is not None and present.status in SETTLED and present.comparison_id == comparison.id
-        if force or not settled:
-            left.append(point)
-    return left
+            if present.status in SETTLED and present.comparison_id == comparison.id:
+                settled[point] = present.status
+    if len(settled) == len(comparison.points) and not force:
+        return []
+    return [point for point in comparison.points if force or settled.get(point, "ok") == "ok"]
 
 
 def _check_cache(comparisons: Sequence[Comparison], cache: Path | None) -> None:

@@ -87,8 +87,17 @@ def test_results_are_kept_and_errors_measured_again(fakes, fake_comparison, tmp_
     first = run([comparison], tmp_path)
     fakes.unlink()
     second = run([comparison], tmp_path)
-    assert set(visits_in(fakes)) == {"fail"}
-    assert second[:3] == first[:3]
+    assert set(visits_in(fakes)) == {"good", "fail"}  # a ratio needs both from one job
+    assert second[1:3] == first[1:3]
+    assert second[0].provenance["started"] == second[3].provenance["started"] != first[0].provenance["started"]
+
+
+def test_what_has_a_result_is_not_measured_again(fakes, fake_comparison, tmp_path):
+    comparison = fake_comparison("good", "refuse", "run_out")
+    first = run([comparison], tmp_path)
+    fakes.unlink()
+    assert run([comparison], tmp_path) == first
+    assert not fakes.exists()
 
 
 def test_force_measures_again(fakes, fake_comparison, tmp_path):
