@@ -169,9 +169,10 @@ class Local:
         # submitit hides all GPUs from a local job that asks for none; the job sees what the driver sees
         environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
         environment |= {**self.site.network, **self.site.environment}
-        self.job = executor.submit(
-            run_command, request.command, str(request.folder), environment, dict(self.site.node_local)
-        )
+        with _stderr_to(request.folder / "controller.err"):
+            self.job = executor.submit(
+                run_command, request.command, str(request.folder), environment, dict(self.site.node_local)
+            )
         return self.job.job_id
 
     def recover(self, request: Request, previous: list[str]) -> str | None:
@@ -216,6 +217,19 @@ class _BoundedExecutor(SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         return ["timeout", str(SBATCH_TIMEOUT_S), *super()._make_submission_command(submission_file_path)]
+
+
+@contextlib.contextmanager
+def _stderr_to(path: Path) -> Iterator[None]:
+    """What is started here writes its errors to a file: submitit's controller tells of a Ctrl-C by a traceback."""
+    kept = os.dup(2)
+    try:
+        with path.open("ab") as stream:
+            os.dup2(stream.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 from experiments.record import read_records
 from experiments.spec import load_sweep
+from megafold.evopipe.sources import load_data_section, materialize
 
 pytestmark = pytest.mark.slurm
 STAND_IN = Path(__file__).parents[1] / "workflow" / "stand_in_megafold.py"
@@ -101,11 +102,15 @@ def test_a_job_that_dies_is_recorded_and_the_other_goes_on(slurm, repository, tm
 
 
 def test_the_demo_size_sweep_with_the_real_model(slurm, repository, tmp_path):
-    """Everything as `make demo` does it, but on SLURM, and without torch.compile, which takes a minute by itself."""
-    run = Run(repository, tmp_path, "settings=contenders=[eager,megafold]")
+    """As `make demo` does it, but on SLURM and sooner done: one structure, one timed step, no torch.compile."""
+    settings = ["contenders=[eager,megafold]", "visits=1", "repeats=1"]
+    sample = materialize(load_data_section({"sample": True, "folder": str(repository / "data")}, "here.yaml"))
+    (structure,) = sample.mmcif.rglob("1ubq*.cif*")
+    (tmp_path / "ubiquitin.yaml").write_text(f"data: {{mmcif: {structure}}}\n")
+    run = Run(repository, tmp_path, f"settings={' '.join(settings)}", "data=ubiquitin.yaml")
     code, text = run.end(400)
     assert code == 0, text
-    wanted = load_sweep("iteration", size="demo", settings=["contenders=[eager,megafold]"])
+    wanted = load_sweep("iteration", size="demo", settings=settings)
     records = read_records(run.results / "records")
     assert len(records) == sum(len(entry.points) for entry in wanted.comparisons)
     assert {record.status for record in records} == {"ok"}

@@ -10,11 +10,12 @@ rule fetch_sample:
         "../scripts/fetch_sample.py"
 
 
+# The cache is no declared output: Snakemake would delete it before it is resumed, and after an entry failed.
 rule build_cache:
     input:
         rules.fetch_sample.output,
     output:
-        PLAN.cache,
+        touch(f"{PLAN.cache}.built"),
     threads: JOB_THREADS
     params:
         msa_depth=config["msa_depth"],

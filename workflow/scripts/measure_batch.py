@@ -18,7 +18,7 @@ with telling():
         snakemake.wildcards.batch,
         params.comparisons,
         megafold_command(config),
-        cache=Path(snakemake.input.cache[0]) if snakemake.input.cache else None,
+        cache=Path(params.cache) if params.cache else None,
         force=config["force"],
     )
 failed = [record for record in records if record.status in FAILING]

@@ -6,4 +6,8 @@ from pathlib import Path
 from cluster.plan import run_megafold, telling
 
 with telling():
-    run_megafold(snakemake.config, "verify_kernels", ["verify", "--out", Path(snakemake.output[0]).resolve()])
+    run_megafold(
+        snakemake.config,
+        "verify_kernels",
+        ["verify", "--out", Path(snakemake.output[0]).with_name("verify.json").resolve()],
+    )
