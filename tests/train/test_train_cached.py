@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import statistics
+import subprocess
 import time
 
 import psutil
@@ -75,9 +75,10 @@ def test_run_stopped_in_the_middle_of_an_epoch_continues_bit_by_bit(cache, tmp_p
     def stop_after_four(self, done, **values):
         original(self, done, **values)
         if done == 4:
-            for process in (*psutil.Process().children(), psutil.Process()):
-                process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)  # a worker that dies of it would be noticed now
+            processes = [*psutil.Process().children(), psutil.Process()]
+            # From another process: a loader's worker takes a signal of its parent for an orderly end.
+            subprocess.run(["kill", "-TERM", *(str(process.pid) for process in processes)], check=True)
+            time.sleep(0.5)  # the death of a worker would be noticed now
 
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "step", stop_after_four)
