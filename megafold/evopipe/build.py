@@ -6,11 +6,14 @@ entries in work, and a structure on which RDKit does not come back costs one wor
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from megafold.evopipe import cache
 from megafold.evopipe.sources import DataSource, materialize
 
 TIMEOUT = 600.0  # seconds for one structure
+READY = "ready"
 
 
 @dataclass
@@ -60,7 +64,8 @@ def build_cache(
     """Featurise a source into the cache file `out`. Run it again to resume it or to add new structures.
 
     Args:
-        workers: processes; with 1 the work is done in this process (and `timeout` is not enforced).
+        workers: processes; with 1 the work is done in this process (and `timeout` is not enforced). A script that asks
+            for more must be importable, as always with `multiprocessing` (`if __name__ == "__main__":`).
         msa_depth: alignment rows kept per entry (AF3 uses 16384); part of the cache, so it cannot change later.
         progress: a bar on a terminal, plain lines elsewhere.
         timeout: seconds for one structure with several workers.
@@ -152,7 +157,7 @@ def _merge(out: Path, shard: Path, name: str) -> list[str]:
 
 
 def _prepare(source: DataSource) -> None:
-    """Load the baseline and its component table (once, before workers are forked)."""
+    """Load the baseline and its component table."""
     from megafold.evopipe import ccd
 
     ccd.install(source.components)
@@ -172,6 +177,8 @@ def _work(source, msa_depth, pipe) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _prepare(source)
+    pipe.send(READY)
     while (task := pipe.recv()) is not None:
         name, path, shard = task
         problem = _make_shard(source, name, path, shard, msa_depth)
@@ -179,20 +186,28 @@ def _work(source, msa_depth, pipe) -> None:
 
 
 class _Worker:
-    """A forked process that featurises one structure at a time."""
+    """A process that featurises one structure at a time.
+
+    It is forked from a server that has the baseline imported but has run nothing: forking this process could deadlock
+    in the thread pools of the libraries (polars, OpenMP), and a fresh interpreter would take 15 seconds for each.
+    """
 
     def __init__(self, source: DataSource, msa_depth: int | None) -> None:
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["alphafold3_pytorch.inputs", "megafold.evopipe.featurize"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(source, msa_depth, theirs), daemon=True)
         self.process.start()
         theirs.close()
         self.task: tuple[str, Path, Path] | None = None
-        self.started = 0.0
+        self.started = math.inf  # of the task; the clock does not run while the process prepares itself
+        self.ready = False
 
     def give(self, task: tuple[str, Path, Path]) -> None:
-        self.task, self.started = task, time.monotonic()
-        self.pipe.send(task)
+        self.task = task
+        self.started = time.monotonic() if self.ready else math.inf
+        with suppress(OSError):  # a worker that died while idle is found by the end of its pipe
+            self.pipe.send(task)
 
     def stop(self) -> None:
         self.process.kill()
@@ -203,7 +218,6 @@ class _Worker:
 def _in_workers(source, work, shards, msa_depth, workers, timeout) -> Iterator[tuple[str, InputError | None]]:
     if not work:
         return
-    _prepare(source)
     waiting = [(name, path, shards / f"{name}.h5") for name, path in work.items()][::-1]
     pool = [_Worker(source, msa_depth) for _ in range(min(workers, len(work)))]
     try:
@@ -218,9 +232,13 @@ def _in_workers(source, work, shards, msa_depth, workers, timeout) -> Iterator[t
                 if worker.pipe.poll():
                     try:
                         answer = worker.pipe.recv()
+                        if answer == READY:
+                            worker.ready, worker.started = True, time.monotonic()
+                            continue
                         problem = None if answer is None else InputError(*answer)
                         worker.task = None
-                    except EOFError:
+                    except (EOFError, ConnectionError):
+                        worker.process.join(5)
                         problem = InputError(path, "", f"the worker died (exit code {worker.process.exitcode})")
                 elif time.monotonic() - worker.started > timeout:
                     problem = InputError(path, "", f"took more than {timeout:g} s")
@@ -229,7 +247,8 @@ def _in_workers(source, work, shards, msa_depth, workers, timeout) -> Iterator[t
                 if worker.task is not None:  # dead or too slow: a fresh process takes its place
                     worker.stop()
                     shard.unlink(missing_ok=True)
-                    pool[pool.index(worker)] = _Worker(source, msa_depth)
+                    pool.remove(worker)
+                    pool += [_Worker(source, msa_depth)] if waiting else []
                 yield name, problem
     finally:
         for worker in pool:

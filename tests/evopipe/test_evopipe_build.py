@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, build, cache, layout
+from megafold.evopipe import alignments, cache, layout
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.sources import DataSource
@@ -154,17 +158,36 @@ def test_several_workers_make_the_same_cache(folder, tmp_path):
     assert not list(tmp_path.glob(".*"))  # no shard is left
 
 
-def _hang_or_die(source, name, path, shard, msa_depth):
-    if name.startswith("1ubq"):
-        time.sleep(600)
-    raise SystemExit(7)
+@pytest.fixture
+def hanging(folder) -> DataSource:
+    """2q2k never ends: one of its alignments is a pipe that nobody writes to."""
+    path = folder.msa / "2q2k-assembly1A_protein.a3m"
+    path.unlink()
+    os.mkfifo(path)
+    return folder
 
 
-def test_structure_that_never_ends_or_kills_its_worker_is_listed(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_make_shard", _hang_or_die)
-    report = build_quietly(folder, tmp_path / "c.h5", workers=2, timeout=3)
-    reasons = {entry: reason for _, entry, reason in report.failed}
-    assert reasons["1ubq-assembly1"] == "took more than 3 s" and "the worker died" in reasons["2q2k-assembly1"]
+def test_structure_that_never_ends_is_stopped_and_listed(hanging, tmp_path):
+    report = build_quietly(hanging, tmp_path / "c.h5", workers=2, timeout=15)
+    assert [(entry, reason) for _, entry, reason in report.failed] == [("2q2k-assembly1", "took more than 15 s")]
+    assert report.built == ["1ubq-assembly1"]
+
+
+def test_worker_that_dies_is_replaced_and_its_structure_listed(hanging, tmp_path):
+    (hanging.mmcif / "1ubq.cif").unlink()
+    known = set(multiprocessing.active_children())
+
+    def kill() -> None:  # as the kernel does when memory runs out
+        while not (mine := set(multiprocessing.active_children()) - known):
+            time.sleep(0.1)
+        time.sleep(1)
+        os.kill(mine.pop().pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    [(_, entry, reason)] = build_quietly(hanging, tmp_path / "c.h5", workers=2, timeout=120).failed
+    killer.join()
+    assert entry == "2q2k-assembly1" and reason.startswith("the worker died (exit code -9")
 
 
 def test_msa_depth_limits_the_rows(folder, tmp_path):
@@ -205,7 +228,7 @@ def test_columns_of_an_a3m_row(row, kept, expected):
         (["1abc-assembly1A_protein.a3m"], "A", ["1abc-assembly1A_protein.a3m"]),
         (["1abc-assembly1A_protein.a3m"], "A-2", ["1abc-assembly1A_protein.a3m"]),
         (["1abc-assembly1A_x.a3m", "1abc-assembly1A-2_x.a3m"], "A-2", ["1abc-assembly1A-2_x.a3m"]),
-        (["1abc-assembly1A_b.a3m", "1abc-assembly1A_a.a3m.gz"], "A", ["1abc-assembly1A_a.a3m.gz", "1abc-assembly1A_b.a3m"]),
+        (["1abcA_b.a3m", "1abcA_a.a3m.gz"], "A", ["1abcA_a.a3m.gz", "1abcA_b.a3m"]),
         (["1abc-assembly1AA_x.a3m"], "A", []),
         (["1abc_A.a3m"], "A", ["1abc_A.a3m"]),
         (["1abc_A_uniref.a3m"], "A", ["1abc_A_uniref.a3m"]),

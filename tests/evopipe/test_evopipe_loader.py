@@ -143,7 +143,7 @@ def test_model_of_the_baseline_takes_a_batch(sample_cache):
     model = Alphafold3(
         dim_atom_inputs=3, dim_atompair_inputs=5, atoms_per_window=27, dim_template_feats=108, num_dist_bins=64,
         dim_atom=8, dim_atompair=4, dim_input_embedder_token=16, dim_single=16, dim_pairwise=8, dim_token=16,
-        num_molecule_mods=4, dim_additional_msa_feats=2, dim_additional_token_feats=33,
+        diffusion_num_augmentations=2, num_molecule_mods=4, dim_additional_msa_feats=2, dim_additional_token_feats=33,
         confidence_head_kwargs={"pairformer_depth": 1},
         template_embedder_kwargs={"pairformer_stack_depth": 1},
         msa_module_kwargs={"depth": 1, "dim_msa": 8},
@@ -154,7 +154,7 @@ def test_model_of_the_baseline_takes_a_batch(sample_cache):
         },
     )  # fmt: skip
     batch = next(iter(loader(sample_cache, batch_size=2, labels=False, shuffle=False)))
-    loss = model(**batch, num_recycling_steps=1, diffusion_num_augmentations=2)
+    loss = model(**batch, num_recycling_steps=1)
     loss.backward()
     assert torch.isfinite(loss)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
