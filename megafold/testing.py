@@ -1,9 +1,14 @@
-"""The error budget that kernels are held to, for tests, for `megafold verify` and as the gate before any timing."""
+"""The error budget that kernels are held to (tests, `megafold verify`, the gate before any timing), and compiling
+kernels for devices that are not there."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -65,3 +70,82 @@ def outputs_and_gradients(
     out = function(**leaves, **fixed)
     grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype))
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
+
+
+@dataclass(frozen=True)
+class OfflineKernel:
+    """What the compiler says about a kernel compiled for a device that need not be there.
+
+    registers: per thread (VGPRs on AMD). spill_bytes: stack used by spilled registers. shared_bytes: shared memory or
+    LDS. matrix_instructions: MFMA, MMA or WGMMA in the machine code. swap_loops: compare-and-swap instructions.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    matrix_instructions: int
+    swap_loops: int
+
+
+SHARED_MEMORY_CAP = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
+"""Bytes of shared memory (LDS) that one program can have."""
+
+
+def compile_offline(
+    kernel, signature: Mapping[str, str], constants: Mapping[str, object], arch: str, options: Mapping[str, int]
+) -> OfflineKernel:
+    """Compile a Triton kernel for an architecture without having one.
+
+    Args:
+        kernel: a `triton.jit` function.
+        signature: Triton type of each run-time argument ("*bf16", "i32", "fp32", ...); a trailing ":16" says that the
+            value is divisible by 16, as a launch finds out by itself.
+        constants: values of the compile-time arguments.
+        arch: "sm_90", "gfx942", ...
+        options: num_warps, num_stages, ...
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    types, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        types[name], _, divisible = signature[name].partition(":")
+        if divisible:
+            attributes[(position,)] = [["tt.divisibility", int(divisible)]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(ASTSource(kernel, types, values, attributes), target=target, options=dict(options))
+    shared = compiled.metadata.shared
+    if amd:
+        text = compiled.asm["amdgcn"]
+        return OfflineKernel(
+            registers=int(re.search(r"\.vgpr_count:\s+(\d+)", text).group(1)),
+            spill_bytes=4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", text).group(1)),
+            shared_bytes=shared,
+            matrix_instructions=text.count("v_mfma"),
+            swap_loops=text.count("cmpswap"),
+        )
+    usage, code = (_nvidia_tool(compiled.asm["cubin"], *tool) for tool in (("cuobjdump", "-res-usage"), ("nvdisasm",)))
+    return OfflineKernel(
+        registers=int(re.search(r"REG:(\d+)", usage).group(1)),
+        spill_bytes=int(re.search(r"STACK:(\d+)", usage).group(1)),
+        shared_bytes=shared,
+        matrix_instructions=len(re.findall(r"\b(?:H|UTCH|UTC\w*|Q|I)G?MMA\b|\bUTCHMMA\b", code)),
+        swap_loops=len(re.findall(r"\b(?:ATOM|RED)\w*\.[\w.]*CAS", code)),
+    )
+
+
+def _nvidia_tool(cubin: bytes, tool: str, *arguments: str) -> str:
+    """Output of one of the tools that Triton's wheel brings."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, *arguments, file.name], capture_output=True, text=True, check=True).stdout

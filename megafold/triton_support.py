@@ -78,11 +78,19 @@ def load_table(package: str, arch: str) -> dict:
 
     Args:
         package: name under megafold/, such as "evoflash3d". arch: a name from `architecture`.
+
+    Returns:
+        {"architecture": ..., "source": how the configurations were chosen, "configs": ...}.
     """
     arch = table_architecture(arch)
     own = os.environ.get("MEGAFOLD_TABLES")
     if own and (path := Path(own) / package / f"{arch}.json").is_file():
         return json.loads(path.read_text())
+    return shipped_table(package, arch)
+
+
+def shipped_table(package: str, arch: str) -> dict:
+    """The table that the package brings for one of ARCHITECTURES."""
     return json.loads((Path(__file__).parent / package / "tables" / f"{arch}.json").read_text())
 
 

@@ -119,7 +119,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and d(bias); a gradient that is not asked for may come back with no element."""
     if uses_kernels(q.device, q.dtype):
-        from megafold.evoflash3d.backward import launch_backward
+        from megafold.evoflash3d.gradients import launch_backward
 
         return launch_backward(
             grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, needs_rows, needs_bias

@@ -1,4 +1,4 @@
-"""Forward kernel: online softmax over blocks of keys; a group of rows in one program shares each bias tile."""
+"""Forward kernel: online softmax over blocks of keys."""
 
 from __future__ import annotations
 
@@ -16,83 +16,55 @@ from megafold.evoflash3d.tiles import LOG2E, keep_factor, load_bias, load_tile, 
 def forward_kernel(
     q, k, v, bias, mask, seed, out, lse,
     q_b, q_r, q_h, q_n, k_b, k_r, k_h, k_n, v_b, v_r, v_h, v_n, o_b, o_r, o_h, o_n,
-    bias_b, bias_h, bias_i, mask_b, mask_r,
+    mask_b, mask_r, BIAS_ROWS, BIAS_COLUMNS,
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows, one head, BLOCK_I queries. Blocks of queries are neighbours, so that they share K and V
-    in the L2 cache; the bias is small enough to stay there."""
+    """One program: one row, one head, BLOCK_I queries. Blocks of queries are neighbours, so that they share K and V in
+    the L2 cache; the bias is small enough to stay there."""
     pid = tl.program_id(0)
     n_i = tl.cdiv(NQ, BLOCK_I)
-    n_groups = tl.cdiv(R, ROWS)
     i_start = (pid % n_i) * BLOCK_I
-    group = (pid // n_i) % n_groups
-    h = (pid // (n_i * n_groups)) % H
-    b = pid // (n_i * n_groups * H)
-    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    r = (pid // n_i) % R
+    h = (pid // (n_i * R)) % H
+    b = pid // (n_i * R * H)
     i = i_start + tl.arange(0, BLOCK_I)
-
-    q_tiles, k_bases, v_bases, mask_bases = (), (), (), ()
-    maxima, sums, accumulators = (), (), ()
-    for g in tl.static_range(ROWS):
-        row = tl.minimum(group * ROWS + g, R - 1).to(tl.int64)  # a row too many repeats the last and is not stored
-        q_tiles += (load_tile(q + b64 * q_b + row * q_r + h64 * q_h, q_n, i_start, NQ, D, BLOCK_I, BLOCK_D, EVEN_I),)
-        k_bases += (k + b64 * k_b + row * k_r + h64 * k_h,)
-        v_bases += (v + b64 * v_b + row * v_r + h64 * v_h,)
-        mask_bases += (mask + b64 * mask_b + row * mask_r,)
-        maxima += (tl.full([BLOCK_I], float("-inf"), tl.float32),)
-        sums += (tl.zeros([BLOCK_I], tl.float32),)
-        accumulators += (tl.zeros([BLOCK_I, BLOCK_D], tl.float32),)
-    bias_base = bias + b64 * bias_b + h64 * bias_h
-
+    q_tile = load_tile(q, b, r, h, i_start, q_b, q_r, q_h, q_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
+    maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_I], tl.float32)
+    acc = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for j_start in range(0, NK, BLOCK_J):
         j = j_start + tl.arange(0, BLOCK_J)
+        k_tile = load_tile(k, b, r, h, j_start, k_b, k_r, k_h, k_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
+        v_tile = load_tile(v, b, r, h, j_start, v_b, v_r, v_h, v_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         if HAS_BIAS:
-            bias_tile = load_bias(bias_base, bias_i, i_start, j_start, NQ, NK, BLOCK_I, BLOCK_J, EVEN_I, EVEN_J).to(
-                tl.float32
+            bias_row = (b * H + h) * BIAS_ROWS + i_start
+            x += load_bias(bias, bias_row, j_start, BIAS_COLUMNS, BLOCK_I, BLOCK_J, TMA).to(tl.float32)
+        if HAS_MASK:
+            keep_key = tl.load(mask + b.to(tl.int64) * mask_b + r.to(tl.int64) * mask_r + j, mask=j < NK, other=0) != 0
+            x = tl.where(keep_key[None, :], x, float("-inf"))
+        elif not EVEN_J and not HAS_BIAS:  # a padded bias has -inf there
+            x = tl.where((j < NK)[None, :], x, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(x, 1))
+        # While no key has been seen the maximum is -inf; 0 in its place gives exp(-inf) = 0 instead of NaN.
+        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * LOG2E
+        p = tl.exp2(x * LOG2E - safe[:, None])
+        alpha = tl.exp2(maximum * LOG2E - safe)
+        total = total * alpha + tl.sum(p, 1)
+        maximum = new_maximum
+        if DROPOUT:
+            p *= keep_factor(
+                seed, threshold, inverse_keep, b + b0, r + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :]
             )
-        new_maxima, new_sums, new_accumulators = (), (), ()
-        for g in tl.static_range(ROWS):
-            k_tile = load_tile(k_bases[g], k_n, j_start, NK, D, BLOCK_J, BLOCK_D, EVEN_J)
-            v_tile = load_tile(v_bases[g], v_n, j_start, NK, D, BLOCK_J, BLOCK_D, EVEN_J)
-            x = tl.dot(q_tiles[g], tl.trans(k_tile), input_precision=PRECISION) * scale
-            if HAS_BIAS:
-                x += bias_tile
-            if HAS_MASK:
-                keep_key = tl.load(mask_bases[g] + j, mask=j < NK, other=0) != 0
-                x = tl.where(keep_key[None, :], x, float("-inf"))
-            elif not EVEN_J:
-                x = tl.where((j < NK)[None, :], x, float("-inf"))
-            maximum = tl.maximum(maxima[g], tl.max(x, 1))
-            # While no key has been seen the maximum is -inf; 0 in its place gives exp(-inf) = 0 instead of NaN.
-            safe = tl.where(maximum == float("-inf"), 0.0, maximum) * LOG2E
-            p = tl.exp2(x * LOG2E - safe[:, None])
-            alpha = tl.exp2(maxima[g] * LOG2E - safe)
-            new_maxima += (maximum,)
-            new_sums += (sums[g] * alpha + tl.sum(p, 1),)
-            if DROPOUT:
-                row = group * ROWS + g
-                p *= keep_factor(
-                    tl.load(seed), threshold, inverse_keep,
-                    b + b0, row + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :],
-                )  # fmt: skip
-            acc = accumulators[g] * alpha[:, None]
-            new_accumulators += (tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION),)
-        maxima, sums, accumulators = new_maxima, new_sums, new_accumulators
-
-    for g in tl.static_range(ROWS):
-        row = group * ROWS + g
-        row64 = row.to(tl.int64)
-        total = tl.where(sums[g] == 0.0, 1.0, sums[g])
-        store_tile(
-            out + b64 * o_b + row64 * o_r + h64 * o_h, o_n, i_start, NQ,
-            accumulators[g] / total[:, None], row < R, D, BLOCK_I, BLOCK_D,
-        )  # fmt: skip
-        # Without a key the maximum, and so the log-sum-exp, is -inf.
-        log_sum_exp = maxima[g] + tl.log2(total) / LOG2E
-        tl.store(lse + ((b64 * R + row64) * H + h64) * NQ + i, log_sum_exp, mask=(i < NQ) & (row < R))
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    total = tl.where(total == 0.0, 1.0, total)
+    store_tile(out, b, r, h, i_start, o_b, o_r, o_h, o_n, NQ, acc / total[:, None], D, BLOCK_I, BLOCK_D)
+    # Without a key the maximum, and so the log-sum-exp, is -inf.
+    item = (b.to(tl.int64) * R + r) * H + h
+    tl.store(lse + item * NQ + i, maximum + tl.log2(total) / LOG2E, mask=i < NQ)
 
 
 def launch_forward(
@@ -110,7 +82,7 @@ def launch_forward(
     """Attention and its log-sum-exp; arguments as `megafold.evoflash3d.api.evoflash3d` checks them.
 
     Args:
-        config: launch configuration instead of the table's: block_i, block_j, rows, num_warps, num_stages.
+        config: launch configuration instead of the table's: block_i, block_j, num_warps, num_stages, ...
 
     Returns:
         out [B, R, H, Nq, D] in the dtype and memory order of q, lse [B, R, H, Nq] fp32.
@@ -121,11 +93,9 @@ def launch_forward(
         return torch.zeros_like(q), lse.fill_(float("-inf"))
     problem = Problem(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
     config = problem.config("forward") if config is None else config
-    programs = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.R, config["rows"])
+    programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     with triton_support.device_guard(q.device):
-        forward_kernel[(programs * problem.B * problem.H,)](
-            **problem.inputs(), out=out, lse=lse, **problem.strides("o", out), **problem.sizes(),
-            **problem.constants(config), ROWS=config["rows"],
-            **options(config),
-        )  # fmt: skip
+        forward_kernel[(programs,)](
+            **problem.arguments(config), out=out, lse=lse, **problem.strides("o", out), **options(config)
+        )
     return as_like(out, q), lse

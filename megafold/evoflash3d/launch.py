@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megafold import triton_support
 from megafold.evoflash3d.reference import keep_threshold
+
+PADDING = 128
+"""Largest tile: a bias padded to multiples of it is read without bounds."""
 
 LENGTH_BUCKETS = (128, 256, 512, 1024)
 """A table has an entry for lengths up to each of these, and "longer"."""
@@ -17,7 +21,7 @@ class Problem:
     """The inputs of one call as kernels take them.
 
     q, k, v and the mask are used through their strides (copied only when the last dimension is not contiguous). The
-    bias, which every row reads, is made contiguous, and bf16 when q is.
+    bias, which every row reads, is made contiguous, padded to whole tiles, and bf16 when q is.
     """
 
     def __init__(
@@ -35,50 +39,108 @@ class Problem:
         self.q, self.k, self.v = (last_contiguous(t) for t in (q, k, v))
         self.B, self.R, self.H, self.NQ, self.D = q.shape
         self.NK = k.shape[3]
-        self.bias = bias
-        if bias is not None:
-            self.bias = bias.to(torch.bfloat16 if q.dtype == torch.bfloat16 else bias.dtype).contiguous()
+        self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
         self.seed, self.scale, self.dropout_p, self.offsets = seed, scale, dropout_p, offsets
 
     def config(self, kernel: str) -> dict:
-        """The table's configuration of "forward", "rows" or "bias" for this device, dtype, head dim and length."""
+        """The table's configuration of a kernel ("forward", "queries", "keys", "bias") for this call."""
         table = triton_support.load_table("evoflash3d", triton_support.architecture(self.q.device.index))
         return choose_config(table, kernel, self.q.dtype, self.D, max(self.NQ, self.NK))
 
-    def inputs(self) -> dict:
-        """Pointers and strides of q, k, v, bias, mask and seed."""
-        none = self.q  # stands for an absent tensor; the kernel never reads it
-        bias_strides = (0, 0, 0) if self.bias is None else self.bias.stride()[:3]
-        mask_strides = (0, 0) if self.mask is None else self.mask.stride()[:2]
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "bias": none if self.bias is None else self.bias,
-            "mask": none if self.mask is None else self.mask,
-            "seed": none if self.seed is None else self.seed,
+    def arguments(
+        self, config: dict, gradients: dict[str, Tensor] | None = None, transposed_bias: bool = False
+    ) -> dict[str, object]:
+        """Everything that the kernels have in common, by argument name.
+
+        Args:
+            gradients: grad_out, lse2 and delta for a backward kernel.
+            transposed_bias: hand over the bias as [B, H, NK, NQ].
+        """
+        queries, keys = {"q": self.q}, {"k": self.k, "v": self.v}
+        statistics = {}
+        if gradients is not None:
+            queries["grad_out"] = gradients["grad_out"]
+            statistics = {name: gradients[name] for name in ("lse2", "delta")}
+        tma = self._uses_tma(config, [*queries.values(), *keys.values()])
+        rows, columns = config["block_i"], config["block_j"]
+        arguments: dict[str, object] = {
             **self.strides("q", self.q),
             **self.strides("k", self.k),
             **self.strides("v", self.v),
-            **dict(zip(("bias_b", "bias_h", "bias_i"), bias_strides)),
-            **dict(zip(("mask_b", "mask_r"), mask_strides)),
+            **self._bias_argument((columns, rows) if transposed_bias else (rows, columns), tma, transposed_bias),
+            **self._sizes(),
+            "D": self.D,
+            "BLOCK_D": block_d(self.D),
+            "BLOCK_I": rows,
+            "BLOCK_J": columns,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_MASK": self.mask is not None,
+            "DROPOUT": self.dropout_p > 0.0,
+            "EVEN_I": self.NQ % rows == 0,
+            "EVEN_J": self.NK % columns == 0,
+            "PRECISION": triton_support.float32_precision(),
+            "TMA": tma,
         }
+        for name, tensor in queries.items():
+            arguments[name] = row_descriptor(tensor, rows) if tma else tensor
+        for name, tensor in keys.items():
+            arguments[name] = row_descriptor(tensor, columns) if tma else tensor
+        for name, tensor in statistics.items():
+            flat = tensor.view(-1, tensor.shape[-1])
+            arguments[name] = (
+                TensorDescriptor(flat, [flat.shape[0], self.NQ], list(flat.stride()), [1, rows]) if tma else tensor
+            )
+            arguments["pitch"] = tensor.shape[-1]
+        if gradients is not None:
+            arguments |= self.strides("g", gradients["grad_out"])
+        return arguments
 
     @staticmethod
-    def strides(name: str, tensor: Tensor) -> dict:
+    def strides(name: str, tensor: Tensor) -> dict[str, int]:
         """Strides of a [B, R, H, N, D] tensor as <name>_b, <name>_r, <name>_h, <name>_n."""
         return dict(zip((f"{name}_b", f"{name}_r", f"{name}_h", f"{name}_n"), tensor.stride()[:4]))
 
-    def sizes(self) -> dict:
-        """Sizes, scale, dropout and global offsets."""
+    def _uses_tma(self, config: dict, tensors: list[Tensor]) -> bool:
+        """Whether the copy engine takes these tensors: 16-bit elements, addresses and strides multiples of 16 bytes."""
+        if not config.get("tma") or (self.bias is not None and self.bias.element_size() != 2):
+            return False
+        return all(
+            tensor.element_size() == 2
+            and tensor.data_ptr() % 16 == 0
+            and all(size == 1 or (s > 0 and s % 8 == 0) for size, s in zip(tensor.shape[:4], tensor.stride()[:4]))
+            for tensor in tensors
+        )
+
+    def _bias_argument(self, tile: tuple[int, int], tma: bool, transposed: bool) -> dict[str, object]:
+        none = self.q if not tma else row_descriptor(self.q, tile[0])  # stands for an absent bias, never read
+        if self.bias is None:
+            return {"bias": none, "BIAS_ROWS": 0, "BIAS_COLUMNS": 0}
+        bias = self.bias.transpose(-1, -2).contiguous() if transposed else self.bias
+        rows, columns = bias.shape[-2:]
+        if tma:
+            flat = bias.view(-1, columns)
+            return {
+                "bias": TensorDescriptor(flat, list(flat.shape), list(flat.stride()), list(tile)),
+                "BIAS_ROWS": rows,
+                "BIAS_COLUMNS": columns,
+            }
+        return {"bias": bias, "BIAS_ROWS": rows, "BIAS_COLUMNS": columns}
+
+    def _sizes(self) -> dict[str, object]:
+        """Sizes, mask, scale, dropout and global offsets."""
         b0, r0, h0, i0, j0 = self.offsets
+        mask_b, mask_r = (0, 0) if self.mask is None else self.mask.stride()[:2]
         return {
+            "mask": self.q if self.mask is None else self.mask,
+            "mask_b": mask_b,
+            "mask_r": mask_r,
             "R": self.R,
             "H": self.H,
             "NQ": self.NQ,
             "NK": self.NK,
             "scale": self.scale,
+            "seed": self.q if self.seed is None else self.seed,
             "threshold": keep_threshold(self.dropout_p),
             "inverse_keep": 1.0 / (1.0 - self.dropout_p),
             "b0": b0,
@@ -88,23 +150,24 @@ class Problem:
             "j0": j0,
         }
 
-    def constants(self, config: dict) -> dict:
-        """Compile-time arguments that every kernel has."""
-        return {
-            "D": self.D,
-            "BLOCK_D": block_d(self.D),
-            "BLOCK_I": config["block_i"],
-            "BLOCK_J": config["block_j"],
-            "HAS_BIAS": self.bias is not None,
-            "HAS_MASK": self.mask is not None,
-            "DROPOUT": self.dropout_p > 0.0,
-            "EVEN_I": self.NQ % config["block_i"] == 0,
-            "EVEN_J": self.NK % config["block_j"] == 0,
-            "PRECISION": triton_support.float32_precision(),
-        }
+
+def row_descriptor(tensor: Tensor, block: int) -> TensorDescriptor:
+    """TMA descriptor of a [B, R, H, N, D] tensor with tiles of `block` rows."""
+    # The stride of an axis of size 1 may be anything in PyTorch; the copy engine wants a multiple of 16 bytes.
+    strides = [s if size > 1 else 16 for size, s in zip(tensor.shape[:4], tensor.stride()[:4])]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, 1, block, block_d(tensor.shape[-1])])
 
 
-def options(config: dict) -> dict:
+def pad_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous [B, H, NQ, NK] padded to multiples of PADDING, with -inf at padded keys; bf16 when `dtype` is."""
+    bias = bias.to(torch.bfloat16) if dtype == torch.bfloat16 else bias
+    rows, columns = (-size % PADDING for size in bias.shape[-2:])
+    if not rows and not columns:
+        return bias.contiguous()
+    return torch.nn.functional.pad(torch.nn.functional.pad(bias, (0, columns), value=float("-inf")), (0, 0, 0, rows))
+
+
+def options(config: dict) -> dict[str, int]:
     """Compiler options of a launch configuration: num_warps, num_stages and, where given, maxnreg or waves_per_eu."""
     names = ("num_warps", "num_stages", "maxnreg", "waves_per_eu")
     return {name: config[name] for name in names if config.get(name) is not None}
@@ -135,9 +198,9 @@ def as_like(result: Tensor, tensor: Tensor) -> Tensor:
 
 
 def choose_config(table: dict, kernel: str, dtype: torch.dtype, head_dim: int, length: int) -> dict:
-    """Pick from a table: kernel -> "16" or "32" bits -> "D32", "D64" or "D128" -> length bucket."""
+    """Pick from a table's "configs": kernel -> "16" or "32" bits -> "D32", "D64" or "D128" -> length bucket."""
     bits = "32" if dtype == torch.float32 else "16"
-    by_length = table[kernel][bits][f"D{max(32, block_d(head_dim))}"]
+    by_length = table["configs"][kernel][bits][f"D{max(32, block_d(head_dim))}"]
     for limit in LENGTH_BUCKETS:
         if length <= limit:
             return by_length[str(limit)]

@@ -1,4 +1,8 @@
-"""Pieces that the forward and backward kernels share: tile access, dropout bits, grids over (batch, row, head)."""
+"""Pieces that the forward and backward kernels share: tile access and dropout bits.
+
+With TMA, an argument such as `q` is a tensor descriptor (host-made, rank 5) and the copy engine fetches tiles; without,
+it is a pointer. Both forms read 0 outside of the tensor.
+"""
 
 from __future__ import annotations
 
@@ -10,63 +14,63 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_tile(
-    base, stride, start, length, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr
-):
-    """[BLOCK, BLOCK_D] from row `start` of a matrix with `length` rows of D elements; what lies outside reads as 0."""
-    n = tl.arange(0, BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    # The start is advanced in 64 bits, so that only offsets inside one tile have to fit in 32.
-    pointers = base + tl.cast(start, tl.int64) * stride + n[:, None] * stride + d[None, :]
-    if EVEN and D == BLOCK_D:
-        return tl.load(pointers)
-    elif EVEN:
-        return tl.load(pointers, mask=d[None, :] < D, other=0.0)
+    tensor, b, r, h, start, s_b, s_r, s_h, s_n, length,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK, BLOCK_D] of a [B, R, H, N, D] tensor: (b, r, h), rows from `start`."""
+    if TMA:
+        return tensor.load([b, r, h, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
-        return tl.load(pointers, mask=((start + n) < length)[:, None] & (d < D)[None, :], other=0.0)
+        n = tl.arange(0, BLOCK)
+        d = tl.arange(0, BLOCK_D)
+        pointers = row_pointer(tensor, b, r, h, start, s_b, s_r, s_h, s_n) + n[:, None] * s_n + d[None, :]
+        if EVEN and D == BLOCK_D:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=((start + n) < length)[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def store_tile(
-    base,
-    stride,
-    start,
-    length,
-    value,
-    condition,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store [BLOCK, BLOCK_D] from row `start`, where it lies inside and `condition` (a scalar) holds."""
+    tensor, b, r, h, start, s_b, s_r, s_h, s_n, length, value,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store [BLOCK, BLOCK_D] where it lies inside of a [B, R, H, N, D] tensor."""
     n = tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(start, tl.int64) * stride + n[:, None] * stride + d[None, :]
-    inside = ((start + n) < length)[:, None] & (d < D)[None, :] & condition
-    tl.store(pointers, value.to(base.dtype.element_ty), mask=inside)
+    pointers = row_pointer(tensor, b, r, h, start, s_b, s_r, s_h, s_n) + n[:, None] * s_n + d[None, :]
+    tl.store(pointers, value.to(tensor.dtype.element_ty), mask=((start + n) < length)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
-def load_bias(
-    base,
-    stride,
-    row,
-    column,
-    n_rows,
-    n_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    EVEN_COLUMNS: tl.constexpr,
-):
-    """[ROWS, COLUMNS] of the bias in its own dtype."""
-    i = tl.arange(0, ROWS)
-    j = tl.arange(0, COLUMNS)
-    pointers = base + tl.cast(row, tl.int64) * stride + column + i[:, None] * stride + j[None, :]
-    if EVEN_ROWS and EVEN_COLUMNS:
-        return tl.load(pointers)
+def row_pointer(tensor, b, r, h, start, s_b, s_r, s_h, s_n):
+    """Address of a row; 64-bit products, so that only offsets inside one tile have to fit in 32 bits."""
+    far = tl.cast(b, tl.int64) * s_b + tl.cast(r, tl.int64) * s_r + tl.cast(h, tl.int64) * s_h
+    return tensor + far + tl.cast(start, tl.int64) * s_n
+
+
+@triton.jit
+def load_bias(bias, row, column, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLUMNS] of the padded bias, a matrix of B * H * padded rows, in its own dtype."""
+    if TMA:
+        return bias.load([row, column])
     else:
-        inside = ((row + i) < n_rows)[:, None] & ((column + j) < n_columns)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
+        i = tl.arange(0, ROWS)
+        j = tl.arange(0, COLUMNS)
+        return tl.load(bias + tl.cast(row, tl.int64) * n_columns + column + i[:, None] * n_columns + j[None, :])
+
+
+@triton.jit
+def load_statistics(statistics, item, start, length, pitch, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """[BLOCK] of a [B * R * H, pitch] matrix of per-query numbers; what lies outside reads as 0.
+
+    0 is harmless for padded queries: their d(out) reads as 0 too, so whatever their p, they add nothing.
+    """
+    if TMA:
+        return statistics.load([item, start]).reshape(BLOCK)
+    else:
+        n = start + tl.arange(0, BLOCK)
+        return tl.load(statistics + tl.cast(item, tl.int64) * pitch + n, mask=n < length, other=0.0)
 
 
 @triton.jit
@@ -74,5 +78,5 @@ def keep_factor(seed, threshold, inverse_keep, b, r, h, i, j):
     """1 / (1 - p) where dropout keeps the probability of the global (b, r, h, i, j), else 0; i and j broadcast."""
     c0 = j + i * 0
     c1 = i + j * 0
-    bits, _, _, _ = tl.philox(seed, c0, c1, c1 * 0 + r, c1 * 0 + b * 65536 + h, 7)
+    bits, _, _, _ = tl.philox(tl.load(seed), c0, c1, c1 * 0 + r, c1 * 0 + b * 65536 + h, 7)
     return tl.where(bits.to(tl.int64) >= threshold, inverse_keep, 0.0)

@@ -1,0 +1,125 @@
+"""Host side of the backward: which kernels run, in which order, and how d(bias) is split over rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from megafold import triton_support
+from megafold.evoflash3d.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
+from megafold.evoflash3d.launch import Problem, as_like, block_d, last_contiguous, options, output_like
+
+MAX_CHUNKS = 8
+"""Most partial sums of d(bias); each takes H N^2 numbers in fp32."""
+
+
+def launch_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout_p: float,
+    offsets: list[int],
+    needs_rows: bool,
+    needs_bias: bool,
+    configs: dict[str, dict] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, d(bias); those not needed come back with no element.
+
+    Args:
+        configs: {"queries": ..., "keys": ..., "bias": ...} instead of the table's launch configurations.
+    """
+    none = [q.new_empty(0) for _ in range(4)]
+    if out.numel() == 0 or k.shape[3] == 0:
+        rows = [torch.zeros_like(t) for t in (q, k, v)] if needs_rows else none[:3]
+        return (*rows, torch.zeros_like(bias) if needs_bias else none[3])
+    problem = Problem(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
+    if configs is None:
+        configs = {kernel: problem.config(kernel) for kernel in ("queries", "keys", "bias")}
+    with triton_support.device_guard(q.device):
+        gradients = statistics(problem, last_contiguous(grad_out), grad_lse, out, lse)
+        # d(bias) first: its partial sums are gone before the larger gradients are allocated.
+        dbias = bias_gradient(problem, gradients, bias, configs["bias"]) if needs_bias else none[3]
+        if not needs_rows:
+            return (*none[:3], dbias)
+        dq = query_gradient(problem, gradients, q, configs["queries"])
+        dk, dv = key_gradients(problem, gradients, k, v, configs["keys"])
+    return dq, dk, dv, dbias
+
+
+def statistics(
+    problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """grad_out with what the backward kernels need for each query: lse2 and delta [B, R, H, pitch >= NQ], fp32."""
+    pitch = triton.cdiv(problem.NQ, 4) * 4  # rows of a multiple of 16 bytes
+    delta, lse2 = (lse.new_empty((*lse.shape[:-1], pitch)) for _ in range(2))
+    block = 128 if problem.D <= 64 else 64
+    out = last_contiguous(out)
+    delta_kernel[(triton.cdiv(problem.NQ, block) * problem.B * problem.R * problem.H,)](
+        out=out, grad_out=grad_out, lse=lse, grad_lse=lse if grad_lse is None else grad_lse.contiguous(),
+        delta=delta, lse2=lse2, **problem.strides("o", out), **problem.strides("g", grad_out),
+        R=problem.R, H=problem.H, NQ=problem.NQ, pitch=pitch, D=problem.D, BLOCK_D=block_d(problem.D), BLOCK=block,
+        HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
+    )  # fmt: skip
+    return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
+
+
+def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict) -> Tensor:
+    """dq [B, R, H, NQ, D]."""
+    dq = output_like(q)
+    programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
+    queries_kernel[(programs,)](
+        **problem.arguments(config, gradients), dq=dq, **problem.strides("dq", dq), **options(config)
+    )
+    return as_like(dq, q)
+
+
+def key_gradients(
+    problem: Problem, gradients: dict[str, Tensor], k: Tensor, v: Tensor, config: dict
+) -> tuple[Tensor, Tensor]:
+    """dk and dv [B, R, H, NK, D]."""
+    dk, dv = output_like(k), output_like(v)
+    programs = triton.cdiv(problem.NK, config["block_j"]) * problem.R * problem.H * problem.B
+    keys_kernel[(programs,)](
+        **problem.arguments(config, gradients, transposed_bias=True), dk=dk, dv=dv,
+        **problem.strides("dk", dk), **problem.strides("dv", dv), **options(config),
+    )  # fmt: skip
+    return as_like(dk, k), as_like(dv, v)
+
+
+def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, config: dict) -> Tensor:
+    """d(bias) [B, H, NQ, NK] in the dtype of the bias."""
+    tiles = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.NK, config["block_j"])
+    tiles *= problem.B * problem.H
+    slots = config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)
+    rows_per_chunk = triton.cdiv(problem.R, chunk_count(tiles, slots, problem.R))
+    chunks = triton.cdiv(problem.R, rows_per_chunk)
+    shape = (problem.B, problem.H, problem.NQ, problem.NK)
+    partial = bias.new_empty((chunks, *shape), dtype=torch.float32 if chunks > 1 else bias.dtype)
+    bias_kernel[(tiles * chunks,)](
+        **problem.arguments(config, gradients), dbias=partial, B=problem.B, rows_per_chunk=rows_per_chunk,
+        **options(config),
+    )  # fmt: skip
+    result = partial.sum(0).to(bias.dtype) if chunks > 1 else partial[0]
+    return as_like(result, bias)
+
+
+def chunk_count(tiles: int, slots: int, rows: int) -> int:
+    """Number of chunks of rows that loses least time to a part-filled last wave of programs; fewer when equal.
+
+    Args:
+        tiles: tiles of d(bias). slots: programs that the device runs at once. rows: R.
+    """
+
+    def cost(chunks: int) -> float:
+        return round(triton.cdiv(tiles * chunks, slots) * triton.cdiv(rows, chunks) * slots / (tiles * rows), 2)
+
+    return min(range(1, min(MAX_CHUNKS, rows) + 1), key=lambda chunks: (cost(chunks), chunks))

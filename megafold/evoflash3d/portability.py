@@ -1,0 +1,110 @@
+"""Every kernel and launch configuration that ships, as cases for compiling without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megafold import triton_support
+from megafold.evoflash3d.backward import bias_kernel, keys_kernel, queries_kernel
+from megafold.evoflash3d.forward import forward_kernel
+from megafold.evoflash3d.launch import options
+from megafold.testing import OfflineKernel, compile_offline
+
+KERNELS = {"forward": forward_kernel, "queries": queries_kernel, "keys": keys_kernel, "bias": bias_kernel}
+POINTERS = {
+    "mask": "*u8:16",
+    "seed": "*i64:16",
+    **dict.fromkeys(("lse", "lse2", "delta", "dbias"), "*fp32:16"),
+}
+SCALARS = {"scale": "fp32", "inverse_keep": "fp32", "threshold": "i64"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: architecture, kernel, dtype ("bf16", "fp16" or "fp32"), head dim, configuration."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    head_dim: int
+    config: dict = field(hash=False)
+    mask: bool = False
+    dropout: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.arch, self.kernel, self.dtype, f"D{self.head_dim}", f"{self.config['block_i']}x"]
+        extras = "-mask" * self.mask + "-dropout" * self.dropout
+        return "-".join(parts) + f"{self.config['block_j']}{extras}"
+
+    def compile(self) -> OfflineKernel:
+        """Compile with a bias, at lengths that are multiples of the tiles, as the shapes of training are."""
+        kernel = KERNELS[self.kernel]
+        config = self.config
+        tma = bool(config.get("tma")) and self.dtype != "fp32"
+        constants = {
+            "D": self.head_dim,
+            "BLOCK_D": self.head_dim,
+            "BLOCK_I": config["block_i"],
+            "BLOCK_J": config["block_j"],
+            "HAS_BIAS": True,
+            "HAS_MASK": self.mask,
+            "DROPOUT": self.dropout,
+            "EVEN_I": True,
+            "EVEN_J": True,
+            "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
+            "TMA": tma,
+        }
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        rows, columns = config["block_i"], config["block_j"]
+        signature = dict(POINTERS | SCALARS)
+        tiles = {
+            **dict.fromkeys(("q", "grad_out"), [1, 1, 1, rows, self.head_dim]),
+            **dict.fromkeys(("k", "v"), [1, 1, 1, columns, self.head_dim]),
+            "bias": [columns, rows] if self.kernel == "keys" else [rows, columns],
+        }
+        for name, tile in tiles.items():
+            signature[name] = f"tensordesc<{self.dtype}{tile}>" if tma else f"*{self.dtype}:16"
+        if tma:
+            signature |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, rows]}>")
+        for name in kernel.arg_names:
+            output = name in ("out", "dq", "dk", "dv")
+            stride_or_length = "_" in name or name in ("NQ", "NK", "pitch", "BIAS_ROWS", "BIAS_COLUMNS")
+            default = f"*{self.dtype}:16" if output else "i32:16" if stride_or_length else "i32"
+            signature.setdefault(name, default)
+        return compile_offline(kernel, signature, constants, self.arch, options(config))
+
+
+def cases(full: bool = False) -> Iterator[Case]:
+    """Distinct cases of the shipped tables; unless `full`, one configuration of each kernel, head dim and word size,
+    with fp32 at D 32 only, and no variants with mask or dropout."""
+    seen = set()
+    for arch in triton_support.ARCHITECTURES:
+        for kernel, by_bits in triton_support.shipped_table("evoflash3d", arch)["configs"].items():
+            for bits, by_dim in by_bits.items():
+                for dim, by_length in by_dim.items():
+                    for length, config in by_length.items():
+                        if not full and (length != "1024" or (bits == "32" and dim != "D32")):
+                            continue
+                        dtypes = ("fp32",) if bits == "32" else ("bf16", "fp16") if full else ("bf16",)
+                        for dtype in dtypes:
+                            for extras in ((False, False), (True, False), (True, True)) if full else ((False, False),):
+                                case = Case(arch, kernel, dtype, int(dim[1:]), config, *extras)
+                                key = (str(case), tuple(sorted(config.items())))
+                                if key not in seen:
+                                    seen.add(key)
+                                    yield case
+
+
+def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:
+    """What keeps a compiled kernel from shipping; empty when nothing does."""
+    found = []
+    if compiled.spill_bytes:
+        found.append(f"spills {compiled.spill_bytes} bytes")
+    if compiled.shared_bytes > shared_cap:
+        found.append(f"needs {compiled.shared_bytes} bytes of shared memory, the cap is {shared_cap}")
+    if not compiled.matrix_instructions:
+        found.append("has no matrix instruction")
+    if compiled.swap_loops:
+        found.append("has a compare-and-swap loop")
+    return found

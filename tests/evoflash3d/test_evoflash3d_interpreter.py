@@ -1,0 +1,35 @@
+"""The kernels' arithmetic, without a GPU: error budget in the Triton interpreter (fp32 and fp16; it has no bf16)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("interpreter_cases.py")
+
+
+def case_names() -> list[str]:
+    tree = ast.parse(SCRIPT.read_text())
+    cases = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "CASES")
+    return [key.value for key in cases.keys]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", case_names())
+def test_kernels_keep_the_error_budget(results, case):
+    assert len(results[case]) >= 5
+    assert not [line for line in results[case] if not line[1]]
