@@ -1,6 +1,7 @@
 """The command line. Everything heavy is imported inside the commands, so that --help answers at once.
 
-Exit codes: 0 done; 1 a measurement or check failed; 2 bad input (one line names the file and the field).
+Exit codes: 0 done; 1 a measurement or check failed; 2 bad input (one line names the file and the field); 75 training
+was asked to stop and can be resumed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Annotated
 import typer
 
 from megafold.errors import EXIT_BAD_INPUT, InputError
+
+EXIT_STOPPED = 75  # asked to stop before the last step: run again
 
 app = typer.Typer(help="MegaFold: train AlphaFold3-class models faster, and measure it.", no_args_is_help=True)
 cache = typer.Typer(help="The EvoPipe cache: deterministic features, computed once.", no_args_is_help=True)
@@ -29,18 +32,23 @@ CacheFile = Annotated[Path | None, typer.Option("--cache", help="EvoPipe cache (
 def cache_build(
     out: Annotated[Path, typer.Option(help="HDF5 file to write; finished entries in it are kept")],
     data: Annotated[Path | None, typer.Option(help="YAML with a `data:` section; without it the sample set")] = None,
-    download: Annotated[Path, typer.Option(help="folder for the sample set and for PDB entries")] = Path("data"),
     workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
-    msa_depth: Annotated[int, typer.Option(min=1, help="alignment rows kept for each chain")] = 1024,
+    msa_depth: Annotated[int, typer.Option(min=1, help="alignment rows kept for each entry")] = 16384,
 ) -> None:
     """Featurise structures into a cache; what cannot be featurised is listed with its reason."""
+    from experiments.spec import read_yaml
     from megafold.evopipe.build import build_cache
-    from megafold.evopipe.sources import data_source
+    from megafold.evopipe.source_file import write_source
+    from megafold.evopipe.sources import load_data_section
 
-    report = build_cache(data_source(data, download), out, workers=workers, msa_depth=msa_depth)
+    section = {"sample": True} if data is None else read_yaml(data).get("data")
+    source = load_data_section(section, data or Path("sample.yaml"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report = build_cache(source, out, workers=workers, msa_depth=msa_depth)
     typer.echo(str(report))
-    if not report.entries:
+    if not report.built and not report.skipped:
         raise typer.Exit(1)
+    write_source(out, source)
 
 
 @cache.command("inspect")
@@ -69,7 +77,11 @@ def train(config: Path) -> None:
     from megafold.train.config import load_config
     from megafold.train.loop import train as run
 
-    run(load_config(config))
+    report = run(load_config(config))
+    typer.echo(f"step {report.step}, loss {report.loss}, log {report.log}, checkpoint {report.checkpoint}")
+    if report.stopped_by:
+        typer.echo(f"stopped by {report.stopped_by}; the same command resumes", err=True)
+        raise typer.Exit(EXIT_STOPPED)
 
 
 @app.command()
@@ -132,7 +144,7 @@ def sweep(
     if cache is None and resolved.needs_cache:
         cache = out / "cache" / "sample.h5"
         if not cache.exists():
-            cache_build(out=cache, download=out / "data")
+            cache_build(out=cache)
     results = run(
         resolved.comparisons, out / "records", cache=cache, logs=out / "logs", command=_command(), force=force
     )

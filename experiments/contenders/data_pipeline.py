@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -16,11 +14,10 @@ from experiments.providers import Context, Unsupported
 from experiments.record import Metric
 from megafold.evopipe.cache import StructureCache, open_cache
 from megafold.evopipe.measure import read_cached_example, read_stock_example, stage_for_stock
-from megafold.evopipe.sources import DataSource, load_data_section
+from megafold.evopipe.source_file import read_source
 from megafold.metrics.timing import summarize
 
 MIB = 2**20
-PATHS = ("mmcif", "msa", "templates", "components", "kalign")
 DISK = {
     True: "compressed datasets of the entries measured, mean",
     False: "uncompressed mmCIF and A3M files of the entries measured, mean",
@@ -40,7 +37,7 @@ class DataSession:
         self._crop_size, self._msa_depth = setting.size("crop_size"), setting.size("msa_depth")
         with StructureCache(context.cache) as present:
             entries = present.entries()
-        self._source = source_of(context.cache)
+        self._source = read_source(context.cache)
         # Both paths need the files here, so that both leave out the same entries.
         files = self._source.files()
         self._entries = [name for name in entries if name in files][: setting.size("examples")]
@@ -89,17 +86,6 @@ class DataSession:
         files = [path for path in root.rglob("*") if path.is_file()]
         wanted = [path for path in files if any(path.name.startswith(entry) for entry in self._entries)]
         return sum(path.stat().st_size for path in wanted) / len(self._entries)
-
-
-def source_of(cache: Path) -> DataSource:
-    """The files that a cache was built from: named in `<cache>.source.json` beside it, else the sample set."""
-    beside = cache.with_name(f"{cache.name}.source.json")
-    if not beside.is_file():
-        return load_data_section({"sample": True}, cache)
-    content = json.loads(beside.read_text())
-    for key in PATHS:
-        content[key] = Path(content[key]) if content.get(key) else None
-    return DataSource(**{**content, "pdb_ids": tuple(content.get("pdb_ids", ()))})
 
 
 def _stored_bytes(group: h5py.Group) -> int:
