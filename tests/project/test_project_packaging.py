@@ -46,7 +46,9 @@ def test_constraints_pin_every_requirement_exactly(repository):
 def test_no_file_depends_on_the_place_it_was_written_in(repository):
     """No absolute path of a development machine and no local package index in a tracked file."""
     listed = subprocess.run(["git", "ls-files"], cwd=repository, capture_output=True, text=True, check=True).stdout
-    forbidden = re.compile("|".join(["/" + "work/", "/" + "root/", "find-links", "extra-index-url", "/" + "opt/pypi"]))
+    # Written in two parts, so that this file does not hold what it looks for.
+    parts = [("/", "work/"), ("/", "root/"), ("/", "opt/pypi"), ("find", "-links"), ("extra-index", "-url")]
+    forbidden = re.compile("|".join(first + second for first, second in parts))
     for name in listed.splitlines():
         path = repository / name
         if not path.is_file() or path.suffix in {".png", ".svg"}:
