@@ -59,8 +59,8 @@ class Case:
         rows, columns = config["block_i"], config["block_j"]
         signature = dict(POINTERS | SCALARS)
         tiles = {
-            **dict.fromkeys(("q", "grad_out"), [1, 1, 1, rows, self.head_dim]),
-            **dict.fromkeys(("k", "v"), [1, 1, 1, columns, self.head_dim]),
+            **{name: [1, 1, 1, rows, self.head_dim] for name in ("q", "grad_out")},
+            **{name: [1, 1, 1, columns, self.head_dim] for name in ("k", "v")},
             "bias": [columns, rows] if self.kernel == "keys" else [rows, columns],
         }
         for name, tile in tiles.items():

@@ -1,0 +1,113 @@
+"""Measure launch configurations on the device at hand and write its table, for `megafold tune`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from megafold import triton_support
+from megafold.evoflash3d import gradients
+from megafold.evoflash3d.forward import launch_forward
+from megafold.evoflash3d.launch import Problem
+
+LENGTHS = {"128": 128, "256": 256, "512": 512, "1024": 768, "longer": 1536}
+"""Length that stands for each bucket."""
+
+HEADS = 4
+NO_OFFSETS = [0, 0, 0, 0, 0]
+
+
+def candidates(kernel: str, bits: str, arch: str) -> Iterator[dict]:
+    """Configurations worth measuring for one kernel and word size."""
+    nvidia = arch.startswith("sm_")
+    tiles = ((64, 64, 4), (128, 64, 4), (64, 128, 4), (64, 32, 4), (32, 64, 4), (128, 64, 8)) if bits == "16" else (
+        (64, 32, 4), (32, 64, 4), (32, 32, 4), (64, 64, 8)
+    )  # fmt: skip
+    stages = (1, 2, 3, 4) if nvidia else (1, 2)
+    limits = (None, 128, 168) if nvidia else (None,)
+    copies = (True, False) if bits == "16" and nvidia and int(arch.removeprefix("sm_")) >= 90 else (False,)
+    for (block_i, block_j, warps), stage, limit, tma in itertools.product(tiles, stages, limits, copies):
+        config = {"block_i": block_i, "block_j": block_j, "num_warps": warps, "num_stages": stage}
+        if limit:
+            config["maxnreg"] = limit
+        if tma:
+            config["tma"] = True
+        if kernel == "bias":
+            config["programs_per_sm"] = 2
+        yield config
+
+
+def tune(out: Path | str, *, head_dims: tuple[int, ...] = (32, 64), progress: bool = True) -> Path:
+    """Time every candidate for bf16 and fp32, each head dim and each length bucket, and write the fastest.
+
+    Args:
+        out: directory; the table goes to OUT/evoflash3d/<architecture>.json. Point `MEGAFOLD_TABLES` at it to use it.
+        head_dims: 32, 64 and 128 are what tables distinguish; head dims left out keep the shipped configuration.
+
+    Returns:
+        Path of the table.
+
+    Raises:
+        RuntimeError: there is no device that Triton kernels run on.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not triton_support.runs_kernels(device):
+        raise RuntimeError(f"nothing to tune: {triton_support.why_not(device)}")
+    arch = triton_support.architecture(device.index)
+    table = copy.deepcopy(triton_support.shipped_table("evoflash3d", triton_support.table_architecture(arch)))
+    table["architecture"] = arch
+    table["source"] = f"measured on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
+    work = list(itertools.product((("16", torch.bfloat16), ("32", torch.float32)), head_dims, LENGTHS))
+    for (bits, dtype), head_dim, bucket in tqdm(work, disable=not progress, desc="evoflash3d"):
+        for kernel, run in _runners(LENGTHS[bucket], head_dim, dtype, device).items():
+            old = table["configs"][kernel][bits][f"D{head_dim}"][bucket]
+            tried = [old, *candidates(kernel, bits, arch)]
+            table["configs"][kernel][bits][f"D{head_dim}"][bucket] = min(tried, key=lambda c, run=run: _time(run, c))
+    path = Path(out) / "evoflash3d" / f"{triton_support.table_architecture(arch)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(table, indent=2) + "\n")
+    partial.replace(path)
+    return path
+
+
+def _runners(
+    length: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[dict], object]]:
+    """Each kernel as a function of its configuration, on random inputs of triangle attention."""
+    rows = min(length, 256)  # enough programs to fill a device; more only makes tuning slower
+
+    def draw() -> torch.Tensor:
+        return torch.randn(1, rows, length, HEADS, head_dim, device=device, dtype=dtype).transpose(2, 3)
+
+    q, k, v, g = (draw() for _ in range(4))
+    bias = torch.randn(1, HEADS, length, length, device=device, dtype=dtype)
+    arguments = (q, k, v, bias, None, None, head_dim**-0.5, 0.0, NO_OFFSETS)
+    out, lse = launch_forward(*arguments)
+    problem = Problem(*arguments)
+    shared = gradients.statistics(problem, g, None, out, lse)
+    return {
+        "forward": lambda config: launch_forward(*arguments, config=config),
+        "queries": lambda config: gradients.query_gradient(problem, shared, q, config),
+        "keys": lambda config: gradients.key_gradients(problem, shared, k, v, config),
+        "bias": lambda config: gradients.bias_gradient(problem, shared, bias, config),
+    }
+
+
+def _time(run: Callable[[dict], object], config: dict) -> float:
+    """Median time of one call in ms; infinite when the configuration does not fit the device."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    try:
+        return do_bench(lambda: run(config), warmup=5, rep=20, return_mode="median")
+    except OutOfResources:
+        return math.inf
