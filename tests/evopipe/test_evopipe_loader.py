@@ -159,3 +159,15 @@ def test_model_of_the_baseline_takes_a_batch(sample_cache):
     assert torch.isfinite(loss)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert gradients and all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_measured_paths_read_comparable_examples(sample, sample_cache):
+    from megafold.evopipe import measure
+
+    name = "2q2k-assembly1"
+    stock = measure.read_stock_example(sample, name, 64, 16, seed=0)
+    cached = measure.read_cached_example(sample_cache, name, 64, 16, seed=0)
+    assert len(stock.molecule_ids) == len(cached.molecule_ids) == 64
+    assert len(stock.msa) == len(cached.msa) == 16
+    assert stock.templates.shape == cached.templates.shape
+    assert stock.atompair_inputs.ndim == 3 and cached.atompair_inputs.ndim == 4

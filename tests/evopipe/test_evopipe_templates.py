@@ -1,0 +1,69 @@
+"""Template features: the compact form equals the baseline's dense tensor, whole and cropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megafold.evopipe import alignments, assembly, ccd, featurize, structure, templates
+
+NAME = "2q2k-assembly1"
+
+
+@pytest.fixture(scope="module")
+def parsed(sample):
+    ccd.install()
+    path = sample.mmcif / "2q2k.cif"
+    return structure.parse(assembly.build(alignments.read_text(path), NAME, str(path)).text, NAME, str(path))
+
+
+def biomolecule_of(parsed, chain):
+    """One chain of a structure, as a template."""
+    from alphafold3_pytorch.common.biomolecule import Biomolecule
+
+    mine = parsed.biomolecule.chain_id == chain
+    fields = vars(parsed.biomolecule)
+    per_token = {name for name, value in fields.items() if isinstance(value, np.ndarray) and len(value) == len(mine)}
+    return Biomolecule(**{name: value[mine] if name in per_token else value for name, value in fields.items()})
+
+
+@pytest.mark.parametrize("kind", ["none", "two chains"])
+def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkeypatch, kind):
+    """Kalign and the template files are stood in for: chains B and B-2 get themselves, shifted by two residues."""
+    from alphafold3_pytorch.data import data_pipeline, template_parsing
+
+    hits = {"B": 2, "B-2": 1} if kind == "two chains" else {}
+    chains = featurize.chain_residues(parsed.biomolecule)
+    found = {chain: [(biomolecule_of(parsed, chain), "protein")] * hits.get(chain, 0) for chain in chains}
+    for chain in hits:
+        (tmp_path / f"{NAME}{chain}_protein_x.m8").touch()
+
+    def realign(query_sequence, template_sequence, **_):
+        return template_sequence, {i: i - 2 for i in range(len(query_sequence))}
+
+    def parse_m8(path, *_, **__):
+        return found[path.split(NAME)[1].split("_")[0]]
+
+    monkeypatch.setattr(data_pipeline, "_realign_pdb_template_to_query", realign)
+    monkeypatch.setattr(template_parsing, "parse_m8", parse_m8)
+    stock = data_pipeline.make_template_features(found, chains, num_templates=4, kalign_binary_path="kalign")
+    source = replace(sample, templates=tmp_path, kalign=tmp_path)
+    tokens = np.zeros(len(parsed.biomolecule.chain_id))
+    arrays, _ = templates.features(source, NAME, chains, parsed, tokens)
+    keep = np.random.default_rng(0).random(len(tokens)) < 0.4
+    for mask in (np.ones(len(tokens), bool), keep):
+        dense, real = templates.dense(arrays, mask)
+        assert torch.equal(dense, stock["templates"][:, mask][:, :, mask])
+        assert torch.equal(real, stock["template_mask"])
+    assert int(stock["template_mask"].sum()) == max(hits.values(), default=0)
+    assert arrays["template_pairs"].size < stock["templates"].numel() / 10
+
+
+def test_hits_without_kalign_are_noted_and_empty(sample, parsed):
+    source = replace(sample, templates=sample.msa)
+    arrays, notes = templates.features(source, NAME, {}, parsed, np.zeros(30))
+    assert "data.kalign is not set" in notes[0]
+    assert not arrays["template_mask"].any() and arrays["template_pairs"].size == 0
