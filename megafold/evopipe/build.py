@@ -1,7 +1,9 @@
 """Build a cache: featurise every structure of a source, skip what is unchanged, list what failed.
 
-Each entry is written as a shard of its own and merged into the cache by the parent, so a killed build loses at most the
-entries in work, and a structure on which RDKit does not come back costs one worker, which is stopped and replaced.
+Each entry is first written as a shard, a file of its own. At the end old entries and shards are copied to a new file
+that replaces the cache: the cache is never open for writing, and a build that is killed at any moment leaves it as it
+was, with its finished shards beside it for the next build. A structure on which RDKit does not come back costs one
+worker, which is stopped and replaced.
 """
 
 from __future__ import annotations
@@ -79,28 +81,31 @@ def build_cache(
     files = source.files()
     cache.create(out, msa_depth=msa_depth)
     report = BuildReport(out)
-    work = {name: path for name, path in files.items() if not _unchanged(source, out, name, path, report)}
     shards = out.with_name(f".{out.name}.shards")
     shards.mkdir(exist_ok=True)
+    work = {}
+    for name, path in files.items():
+        if _unchanged(source, out, name, path, msa_depth):
+            report.skipped.append(name)
+        elif _unchanged(source, shards / f"{name}.h5", name, path, msa_depth):  # a build that was killed made it
+            report.built.append(name)
+        else:
+            work[name] = path
     run = _in_process if workers <= 1 else _in_workers
     try:
         for name, problem in _shown(run(source, work, shards, msa_depth, workers, timeout), len(work), progress):
             if problem is None:
-                try:
-                    report.notes += [(name, note) for note in _merge(out, shards / f"{name}.h5", name)]
-                    report.built.append(name)
-                    continue
-                except (OSError, KeyError, RuntimeError) as error:
-                    problem = InputError(out, name, f"cannot be written ({error})")
-            if source.mmcif.is_file():
+                report.built.append(name)
+            elif source.mmcif.is_file():
                 raise problem
-            report.failed.append((problem.file or str(files[name]), name, _reason(problem)))
-    finally:
-        for left in shards.glob("*"):
-            left.unlink()
-        shards.rmdir()
-    report.built.sort()
-    report.failed.sort()
+            else:
+                report.failed.append((problem.file or str(files[name]), name, _reason(problem)))
+    finally:  # also when interrupted: what is done is kept
+        report.built.sort()
+        report.failed.sort()
+        _merge(out, shards, report.built, msa_depth)
+    with cache.StructureCache(out, check=False) as reader:
+        report.notes = [(name, note) for name in report.built for note in reader.meta(name)["notes"]]
     report.seconds = time.monotonic() - started
     return report
 
@@ -109,32 +114,35 @@ def _reason(problem: InputError) -> str:
     return f"{problem.field}: {problem.problem}" if problem.field else problem.problem
 
 
-def _unchanged(source: DataSource, out: Path, name: str, path: Path, report: BuildReport) -> bool:
-    """Is the entry in the cache, sound, made by these package versions, of exactly these input files?"""
+def _unchanged(source: DataSource, file: Path, name: str, path: Path, msa_depth: int | None) -> bool:
+    """Does a file hold the entry, sound, made by these package versions, of exactly these input files?"""
     from megafold.evopipe.featurize import digests, inputs_of
 
-    with cache.StructureCache(out) as reader:
-        if name not in reader.entries() or reader.problems(name):
-            return False
-        meta = reader.meta(name)
+    if not file.exists():
+        return False
     try:
-        same = meta["sources"] == digests(inputs_of(source, name, path)) and meta["versions"] == cache.versions()
+        cache.create(file, msa_depth=msa_depth)  # only checks: the file exists
+        with cache.StructureCache(file) as reader:
+            if name not in reader.entries() or reader.problems(name):
+                return False
+            meta = reader.meta(name)
+        return meta["sources"] == digests(inputs_of(source, name, path)) and meta["versions"] == cache.versions()
     except InputError:
         return False
-    if same:
-        report.skipped.append(name)
-    return same
 
 
 def _make_shard(source: DataSource, name: str, path: Path, shard: Path, msa_depth: int | None) -> InputError | None:
     """Featurise one structure into a file of its own; the problem, if there is one, as an InputError."""
     from megafold.evopipe.featurize import featurize
 
+    part = shard.with_suffix(".part")
     try:
         entry = featurize(source, name, path, msa_depth=msa_depth)
-        cache.create(shard, msa_depth=msa_depth)
-        with cache.open_cache(shard, "r+") as file:
+        part.unlink(missing_ok=True)
+        cache.create(part, msa_depth=msa_depth)
+        with cache.open_cache(part, "r+") as file:
             cache.write_entry(file, entry)
+        part.replace(shard)
     except InputError as error:
         return error
     except Exception as error:  # whatever the parsers raise for one structure must not end the build of the others
@@ -142,18 +150,32 @@ def _make_shard(source: DataSource, name: str, path: Path, shard: Path, msa_dept
     return None
 
 
-def _merge(out: Path, shard: Path, name: str) -> list[str]:
-    """Copy a shard's entry into the cache; it appears under its name only when the copy is complete."""
-    with cache.open_cache(out, "r+") as file, cache.open_cache(shard) as part:
-        groups = file["entries"]
-        for stale in (f".{name}.part", name):
-            if stale in groups:
-                del groups[stale]
-        part.copy(f"entries/{name}", groups, name=f".{name}.part")
-        groups.move(f".{name}.part", name)
-    shard.unlink()
-    with cache.StructureCache(out, check=False) as reader:
-        return list(reader.meta(name)["notes"])
+def _merge(out: Path, shards: Path, names: list[str], msa_depth: int | None) -> None:
+    """Replace the cache by a copy with the named shards in it, and remove the shards."""
+    if names:
+        part = out.with_name(f".{out.name}.part")
+        part.unlink(missing_ok=True)
+        cache.create(part, msa_depth=msa_depth)
+        with cache.open_cache(part, "r+") as new, cache.open_cache(out) as old:
+            for name in old["entries"]:
+                if name not in names:
+                    _copy(old, new, name)
+            for name in names:
+                with cache.open_cache(shards / f"{name}.h5") as shard:
+                    _copy(shard, new, name)
+        part.replace(out)
+    for left in shards.glob("*"):
+        left.unlink()
+    shards.rmdir()
+
+
+def _copy(old, new, name: str) -> None:
+    """Copy one entry; one that HDF5 cannot read (it would be built anew) is left out."""
+    try:
+        old.copy(f"entries/{name}", new["entries"], name=name)
+    except cache.HDF5_ERRORS:
+        if name in new["entries"]:
+            del new["entries"][name]
 
 
 def _prepare(source: DataSource) -> None:

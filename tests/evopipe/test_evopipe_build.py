@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, cache, layout
+from megafold.evopipe import alignments, build, cache, layout
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.sources import DataSource
@@ -134,6 +134,37 @@ def test_corrupt_entry_alone_is_built_anew(folder, tmp_path):
     report = build_quietly(folder, out)
     assert (report.built, report.skipped) == (["1ubq-assembly1"], ["2q2k-assembly1"])
     assert cache.verify(out) == []
+
+
+@pytest.mark.parametrize("moment", ["during the second structure", "during the final copy"])
+def test_killed_build_is_resumed(folder, tmp_path, monkeypatch, moment):
+    class Killed(BaseException):
+        """Stands for the end of the process: nothing of the build runs after it."""
+
+    out = tmp_path / "c.h5"
+    make, merge = build._make_shard, build._merge
+
+    def make_one(source, name, *rest):
+        if name.startswith("2q2k") and "second" in moment:
+            raise Killed
+        return make(source, name, *rest)
+
+    def killed(*_):
+        raise Killed
+
+    monkeypatch.setattr(build, "_make_shard", make_one)
+    monkeypatch.setattr(build, "_merge", killed)
+    with pytest.raises(Killed):
+        build_quietly(folder, out)
+    assert StructureCache(out).entries() == [] and cache.verify(out) == []
+    made = []
+    monkeypatch.setattr(build, "_make_shard", lambda *task: made.append(task[1]) or make(*task))
+    monkeypatch.setattr(build, "_merge", merge)
+    report = build_quietly(folder, out)
+    assert report.built == ["1ubq-assembly1", "2q2k-assembly1"]
+    assert made == (["2q2k-assembly1"] if "second" in moment else [])  # what was finished is not made again
+    assert StructureCache(out).entries() == report.built and cache.verify(out) == []
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_two_builds_are_equal_byte_for_byte(folder, tmp_path):
