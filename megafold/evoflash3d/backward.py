@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafold.evoflash3d.tiles import LOG2E, keep_factor, load_bias, load_statistics, load_tile, store_tile
+from megafold.evoflash3d.tiles import LOG2E, keep_factor, load_bias, load_statistics, load_tile, probability, store_tile
 
 
 @triton.jit
@@ -19,8 +19,9 @@ def delta_kernel(
     out, grad_out, lse, grad_lse, delta, lse2,
     o_b, o_r, o_h, o_n, g_b, g_r, g_h, g_n, R, H, NQ, pitch,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over D of out * d(out), minus d(lse); lse2 = lse in base 2, +inf where a query has no key."""
+    """delta = sum over D of out * d(out), minus d(lse); lse2 = lse in base 2 (base e with WIDE), +inf without a key."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(NQ, BLOCK)
     start = (pid % blocks) * BLOCK
@@ -34,7 +35,9 @@ def delta_kernel(
     if HAS_GRAD_LSE:
         total -= tl.load(grad_lse + item.to(tl.int64) * NQ + n, mask=n < NQ, other=0.0)
     tl.store(delta + item.to(tl.int64) * pitch + n, total, mask=n < NQ)
-    log_sum_exp = tl.where(log_sum_exp == float("-inf"), float("inf"), log_sum_exp * LOG2E)
+    if not WIDE:
+        log_sum_exp *= LOG2E
+    log_sum_exp = tl.where(log_sum_exp == float("-inf"), float("inf"), log_sum_exp)
     tl.store(lse2 + item.to(tl.int64) * pitch + n, log_sum_exp, mask=n < NQ)
 
 
@@ -46,7 +49,7 @@ def queries_kernel(
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_I queries."""
     pid = tl.program_id(0)
@@ -66,11 +69,12 @@ def queries_kernel(
         j = j_start + tl.arange(0, BLOCK_J)
         k_tile = load_tile(k, b, r, h, j_start, k_b, k_r, k_h, k_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
         v_tile = load_tile(v, b, r, h, j_start, v_b, v_r, v_h, v_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E) - lse_i[:, None]
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        bias_tile = product
         if HAS_BIAS:
             bias_row = (b * H + h) * BIAS_ROWS + i_start
-            x += load_bias(bias, bias_row, j_start, BIAS_COLUMNS, BLOCK_I, BLOCK_J, TMA).to(tl.float32) * LOG2E
-        p = tl.exp2(x)
+            bias_tile = load_bias(bias, bias_row, j_start, BIAS_COLUMNS, BLOCK_I, BLOCK_J, TMA)
+        p = probability(product, scale, bias_tile, lse_i[:, None], HAS_BIAS, WIDE)
         if HAS_MASK:
             keep_key = tl.load(mask + b.to(tl.int64) * mask_b + r.to(tl.int64) * mask_r + j, mask=j < NK, other=0) != 0
             p = tl.where(keep_key[None, :], p, 0.0)
@@ -94,7 +98,7 @@ def keys_kernel(
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_J keys. `bias` is transposed: [B, H, NK, NQ], padded."""
     pid = tl.program_id(0)
@@ -114,12 +118,12 @@ def keys_kernel(
         g_tile = load_tile(grad_out, b, r, h, i_start, g_b, g_r, g_h, g_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
         lse_i = load_statistics(lse2, item, i_start, NQ, pitch, BLOCK_I, TMA)
         delta_i = load_statistics(delta, item, i_start, NQ, pitch, BLOCK_I, TMA)
-        # The log-sum-exp goes to the product, not to the bias: else Triton works out p in two layouts.
-        x = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * (scale * LOG2E) - lse_i[None, :]
+        product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        bias_tile = product
         if HAS_BIAS:
             bias_row = (b * H + h) * BIAS_ROWS + j_start
-            x += load_bias(bias, bias_row, i_start, BIAS_COLUMNS, BLOCK_J, BLOCK_I, TMA).to(tl.float32) * LOG2E
-        p = tl.exp2(x)
+            bias_tile = load_bias(bias, bias_row, i_start, BIAS_COLUMNS, BLOCK_J, BLOCK_I, TMA)
+        p = probability(product, scale, bias_tile, lse_i[None, :], HAS_BIAS, WIDE)
         if HAS_MASK:
             p = tl.where(keep_key[:, None], p, 0.0)
         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
@@ -146,7 +150,7 @@ def bias_kernel(
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0, B, rows_per_chunk,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of d(bias) over a chunk of rows; `dbias` is [chunks, B, H, NQ, NK]. The tiles of one head
     and chunk are neighbours, so that they read the same rows at about the same time."""
@@ -160,20 +164,27 @@ def bias_kernel(
     i = i_start + tl.arange(0, BLOCK_I)
     j = j_start + tl.arange(0, BLOCK_J)
     bias_tile = load_bias(bias, bh * BIAS_ROWS + i_start, j_start, BIAS_COLUMNS, BLOCK_I, BLOCK_J, TMA)
-    bias_tile = bias_tile.to(tl.float32) * LOG2E
+    bias_tile = bias_tile.to(tl.float32)
     total = tl.zeros([BLOCK_I, BLOCK_J], tl.float32)
     first = chunk * rows_per_chunk
-    for r in range(first, tl.minimum(first + rows_per_chunk, R)):
-        item = (b * R + r) * H + h
+    last = tl.minimum(first + rows_per_chunk, R)
+    # Triton pipelines what products need; the statistics of the next row are fetched ahead by hand.
+    lse_i = load_statistics(lse2, (b * R + first) * H + h, i_start, NQ, pitch, BLOCK_I, False)
+    delta_i = load_statistics(delta, (b * R + first) * H + h, i_start, NQ, pitch, BLOCK_I, False)
+    for r in range(first, last):
+        ahead = (b * R + tl.minimum(r + 1, last - 1)) * H + h
         q_tile = load_tile(q, b, r, h, i_start, q_b, q_r, q_h, q_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
         k_tile = load_tile(k, b, r, h, j_start, k_b, k_r, k_h, k_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
         g_tile = load_tile(grad_out, b, r, h, i_start, g_b, g_r, g_h, g_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
         v_tile = load_tile(v, b, r, h, j_start, v_b, v_r, v_h, v_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
-        lse_i = load_statistics(lse2, item, i_start, NQ, pitch, BLOCK_I, TMA)
-        delta_i = load_statistics(delta, item, i_start, NQ, pitch, BLOCK_I, TMA)
-        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2E)
+        next_lse = load_statistics(lse2, ahead, i_start, NQ, pitch, BLOCK_I, False)
+        next_delta = load_statistics(delta, ahead, i_start, NQ, pitch, BLOCK_I, False)
+        product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
-        p = tl.exp2(x + (bias_tile - lse_i[:, None]))
+        if WIDE:
+            p = tl.exp2((product * scale + (bias_tile - lse_i[:, None])) * LOG2E)
+        else:  # here the bias stays in registers, so that it is the cheaper place for the log-sum-exp
+            p = tl.exp2(product * (scale * LOG2E) + (bias_tile * LOG2E - lse_i[:, None]))
         if HAS_MASK:
             row_mask = mask + b.to(tl.int64) * mask_b + tl.cast(r, tl.int64) * mask_r
             p = tl.where((tl.load(row_mask + j, mask=j < NK, other=0) != 0)[None, :], p, 0.0)
@@ -182,6 +193,7 @@ def bias_kernel(
                 seed, threshold, inverse_keep, b + b0, r + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :]
             )
         total += p * (dp - delta_i[:, None])
+        lse_i, delta_i = next_lse, next_delta
     base = dbias + (chunk.to(tl.int64) * (B * H) + bh) * NQ * NK
     pointers = base + i.to(tl.int64)[:, None] * NK + j[None, :]
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=(i < NQ)[:, None] & (j < NK)[None, :])

@@ -67,7 +67,7 @@ def statistics(
         out=out, grad_out=grad_out, lse=lse, grad_lse=lse if grad_lse is None else grad_lse.contiguous(),
         delta=delta, lse2=lse2, **problem.strides("o", out), **problem.strides("g", grad_out),
         R=problem.R, H=problem.H, NQ=problem.NQ, pitch=pitch, D=problem.D, BLOCK_D=block_d(problem.D), BLOCK=block,
-        HAS_GRAD_LSE=grad_lse is not None, num_warps=4,
+        HAS_GRAD_LSE=grad_lse is not None, WIDE=problem.wide, num_warps=4,
     )  # fmt: skip
     return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
 
@@ -105,8 +105,8 @@ def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, 
     shape = (problem.B, problem.H, problem.NQ, problem.NK)
     partial = bias.new_empty((chunks, *shape), dtype=torch.float32 if chunks > 1 else bias.dtype)
     bias_kernel[(tiles * chunks,)](
-        **problem.arguments(config, gradients), dbias=partial, B=problem.B, rows_per_chunk=rows_per_chunk,
-        **options(config),
+        **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
+        B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
     )  # fmt: skip
     result = partial.sum(0).to(bias.dtype) if chunks > 1 else partial[0]
     return as_like(result, bias)

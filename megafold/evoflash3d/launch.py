@@ -41,6 +41,7 @@ class Problem:
         self.NK = k.shape[3]
         self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
+        self.wide = q.dtype == torch.float32
         self.seed, self.scale, self.dropout_p, self.offsets = seed, scale, dropout_p, offsets
 
     def config(self, kernel: str) -> dict:
@@ -49,13 +50,18 @@ class Problem:
         return choose_config(table, kernel, self.q.dtype, self.D, max(self.NQ, self.NK))
 
     def arguments(
-        self, config: dict, gradients: dict[str, Tensor] | None = None, transposed_bias: bool = False
+        self,
+        config: dict,
+        gradients: dict[str, Tensor] | None = None,
+        transposed_bias: bool = False,
+        tiled_statistics: bool = True,
     ) -> dict[str, object]:
         """Everything that the kernels have in common, by argument name.
 
         Args:
             gradients: grad_out, lse2 and delta for a backward kernel.
             transposed_bias: hand over the bias as [B, H, NK, NQ].
+            tiled_statistics: lse2 and delta as descriptors when the other tensors are.
         """
         queries, keys = {"q": self.q}, {"k": self.k, "v": self.v}
         statistics = {}
@@ -89,11 +95,13 @@ class Problem:
         for name, tensor in statistics.items():
             flat = tensor.view(-1, tensor.shape[-1])
             arguments[name] = (
-                TensorDescriptor(flat, [flat.shape[0], self.NQ], list(flat.stride()), [1, rows]) if tma else tensor
+                TensorDescriptor(flat, [flat.shape[0], self.NQ], list(flat.stride()), [1, rows])
+                if tma and tiled_statistics
+                else tensor
             )
             arguments["pitch"] = tensor.shape[-1]
         if gradients is not None:
-            arguments |= self.strides("g", gradients["grad_out"])
+            arguments |= {**self.strides("g", gradients["grad_out"]), "WIDE": self.wide}
         return arguments
 
     @staticmethod

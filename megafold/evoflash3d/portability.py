@@ -54,6 +54,7 @@ class Case:
             "EVEN_J": True,
             "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
             "TMA": tma,
+            "WIDE": self.dtype == "fp32",
         }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         rows, columns = config["block_i"], config["block_j"]
@@ -65,7 +66,7 @@ class Case:
         }
         for name, tile in tiles.items():
             signature[name] = f"tensordesc<{self.dtype}{tile}>" if tma else f"*{self.dtype}:16"
-        if tma:
+        if tma and self.kernel != "bias":
             signature |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32{[1, rows]}>")
         for name in kernel.arg_names:
             output = name in ("out", "dq", "dk", "dv")

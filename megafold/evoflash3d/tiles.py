@@ -74,6 +74,25 @@ def load_statistics(statistics, item, start, length, pitch, BLOCK: tl.constexpr,
 
 
 @triton.jit
+def probability(product, scale, bias_tile, lse_i, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr):
+    """exp(scale product + bias - lse), with lse in base 2, or with WIDE (fp32 inputs) in base e.
+
+    Base 2 saves an operation; in fp32 its second rounding of the log-sum-exp would double the error. The log-sum-exp
+    goes to the product and not to the bias: else Triton works out the probabilities twice, in two layouts.
+    """
+    if WIDE:
+        x = product * scale - lse_i
+        if HAS_BIAS:
+            x += bias_tile.to(tl.float32)
+        return tl.exp2(x * LOG2E)
+    else:
+        x = product * (scale * LOG2E) - lse_i
+        if HAS_BIAS:
+            x += bias_tile.to(tl.float32) * LOG2E
+        return tl.exp2(x)
+
+
+@triton.jit
 def keep_factor(seed, threshold, inverse_keep, b, r, h, i, j):
     """1 / (1 - p) where dropout keeps the probability of the global (b, r, h, i, j), else 0; i and j broadcast."""
     c0 = j + i * 0

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("interpreter_cases.py")
 
 def case_names() -> list[str]:
     tree = ast.parse(SCRIPT.read_text())
-    cases = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "CASES")
+    cases = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CASES")
     return [key.value for key in cases.keys]
 
 
