@@ -1,7 +1,7 @@
 """`evoflash3d`: attention with an additive pair bias that all rows share; argument checks, dispatch and autograd.
 
-Two PyTorch custom operators (`megafold::evoflash3d` and its backward) make it one node for autograd, torch.compile and
-CUDA graph capture. Kernels run where Triton does; elsewhere the chunked reference computes the same function.
+Two PyTorch operators (`megafold::evoflash3d` and its backward) make it one node for autograd, torch.compile and CUDA
+graph capture. Kernels run where Triton does; elsewhere the chunked reference computes the same function.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in DTYPES and triton_support.runs_kernels(device)
 
 
-@torch.library.custom_op("megafold::evoflash3d", mutates_args=())
-def _forward_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,14 +92,12 @@ def _forward_op(
     return reference.chunked_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
 
 
-@_forward_op.register_fake
-def _(q, k, v, bias, mask, seed, scale, dropout_p, offsets):
+def _fake_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
 
 
-@torch.library.custom_op("megafold::evoflash3d_backward", mutates_args=())
-def _backward_op(
+def _gradients(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     q: Tensor,
@@ -133,8 +130,9 @@ def _backward_op(
     return dq, dk, dv, dbias if needs_bias else nothing[3]
 
 
-@_backward_op.register_fake
-def _(grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, needs_rows, needs_bias):
+def _fake_gradients(
+    grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, needs_rows, needs_bias
+):
     rows = [torch.empty_like(t) if needs_rows else q.new_empty(0) for t in (q, k, v)]
     return (*rows, torch.empty_like(bias) if needs_bias else q.new_empty(0))
 
@@ -179,8 +177,32 @@ def _no_double_backward(ctx, *grads):
     )
 
 
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-_backward_op.register_autograd(_no_double_backward)
+def _register(name: str, schema: str, implementation, fake, backward, setup_context=None) -> torch._ops.OpOverload:
+    # Not torch.library.custom_op: its wrapper costs more host time than launching the kernels does.
+    tags = [torch.Tag.pt2_compliant_tag]
+    if hasattr(torch.Tag, "needs_exact_strides"):
+        tags.append(torch.Tag.needs_exact_strides)
+    _LIBRARY.define(f"{name}{schema}", tags=tuple(tags))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megafold::{name}", fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"megafold::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return getattr(torch.ops.megafold, name).default
+
+
+_LIBRARY = torch.library.Library("megafold", "FRAGMENT")
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? seed"
+_OPTIONS = "float scale, float dropout_p, int[] offsets"
+_backward_op = _register(
+    "evoflash3d_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool needs_rows, "
+    "bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+    _no_double_backward,
+)
+_forward_op = _register(
+    "evoflash3d", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward, _backward, _setup_context
+)
 
 
 def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:

@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafold.evoflash3d.tiles import LOG2E, keep_factor, load_bias, load_statistics, load_tile, probability, store_tile
+from megafold.evoflash3d.tiles import (
+    LOG2E,
+    exp_wide,
+    keep_factor,
+    load_bias,
+    load_statistics,
+    load_tile,
+    probability,
+    store_tile,
+)
 
 
 @triton.jit
@@ -182,7 +191,7 @@ def bias_kernel(
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         if WIDE:
-            p = tl.exp2((product * scale + (bias_tile - lse_i[:, None])) * LOG2E)
+            p = exp_wide(product * scale + (bias_tile - lse_i[:, None]))
         else:  # here the bias stays in registers, so that it is the cheaper place for the log-sum-exp
             p = tl.exp2(product * (scale * LOG2E) + (bias_tile * LOG2E - lse_i[:, None]))
         if HAS_MASK:

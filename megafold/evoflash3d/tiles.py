@@ -74,6 +74,16 @@ def load_statistics(statistics, item, start, length, pitch, BLOCK: tl.constexpr,
 
 
 @triton.jit
+def exp_wide(x):
+    """exp with the rounding of x * log2(e) taken back to first order: as good as a library's expf."""
+    y = x * LOG2E
+    lost = tl.fma(x, LOG2E, -y) + x * 1.925963033500612e-8  # log2(e) is its fp32 value plus this
+    p = tl.exp2(y)
+    # Where x is -inf, so is y, and what was lost is not a number.
+    return tl.where(p == 0.0, 0.0, p + p * (lost * 0.6931471805599453))
+
+
+@triton.jit
 def probability(product, scale, bias_tile, lse_i, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr):
     """exp(scale product + bias - lse), with lse in base 2, or with WIDE (fp32 inputs) in base e.
 
@@ -84,7 +94,7 @@ def probability(product, scale, bias_tile, lse_i, HAS_BIAS: tl.constexpr, WIDE: 
         x = product * scale - lse_i
         if HAS_BIAS:
             x += bias_tile.to(tl.float32)
-        return tl.exp2(x * LOG2E)
+        return exp_wide(x)
     else:
         x = product * (scale * LOG2E) - lse_i
         if HAS_BIAS:
