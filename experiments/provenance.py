@@ -22,9 +22,11 @@ def now() -> str:
 def software(command: str) -> dict[str, Any]:
     """Commit, dirty flag, versions, host count, SLURM job and the command line.
 
-    `commit` and `dirty` are None where the package is not in a git checkout of its own.
+    Outside a git checkout of its own (a copy sent to a machine without git), `commit` is what MEGAFOLD_COMMIT says, or
+    None, and `dirty` is None: nobody can tell.
     """
     commit, dirty = checkout(Path(__file__))
+    commit = commit or os.environ.get("MEGAFOLD_COMMIT")
     return {
         "commit": commit,
         "dirty": dirty,

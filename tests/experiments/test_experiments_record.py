@@ -95,3 +95,14 @@ def test_no_temporary_file_stays_when_a_record_cannot_be_written(tmp_path):
     with pytest.raises(TypeError):
         write_record(broken, tmp_path)
     assert not list(tmp_path.rglob("*.json*"))
+
+
+def test_a_copy_without_git_is_traced_by_the_commit_it_is_told(monkeypatch):
+    from experiments import provenance
+
+    monkeypatch.setattr(provenance, "checkout", lambda file: (None, None))
+    monkeypatch.delenv("MEGAFOLD_COMMIT", raising=False)
+    assert provenance.software("c")["commit"] is None
+    monkeypatch.setenv("MEGAFOLD_COMMIT", "0123abc")
+    found = provenance.software("c")
+    assert (found["commit"], found["dirty"]) == ("0123abc", None)
