@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evoflash3d.launch import Problem, as_like, options, output_like
-from megafold.evoflash3d.tiles import LOG2E, keep_factor, load_bias, load_tile, store_tile
+from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bias, load_tile, store_tile
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def forward_kernel(
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
-    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_I queries. Blocks of queries are neighbours, so that they share K and V in
     the L2 cache; the bias is small enough to stay there."""
@@ -50,9 +50,14 @@ def forward_kernel(
             x = tl.where((j < NK)[None, :], x, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(x, 1))
         # While no key has been seen the maximum is -inf; 0 in its place gives exp(-inf) = 0 instead of NaN.
-        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) * LOG2E
-        p = tl.exp2(x * LOG2E - safe[:, None])
-        alpha = tl.exp2(maximum * LOG2E - safe)
+        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        if WIDE:
+            p = exp_wide(x - safe[:, None])
+            alpha = exp_wide(maximum - safe)
+        else:
+            safe *= LOG2E
+            p = tl.exp2(x * LOG2E - safe[:, None])
+            alpha = tl.exp2(maximum * LOG2E - safe)
         total = total * alpha + tl.sum(p, 1)
         maximum = new_maximum
         if DROPOUT:
@@ -64,7 +69,8 @@ def forward_kernel(
     store_tile(out, b, r, h, i_start, o_b, o_r, o_h, o_n, NQ, acc / total[:, None], D, BLOCK_I, BLOCK_D)
     # Without a key the maximum, and so the log-sum-exp, is -inf.
     item = (b.to(tl.int64) * R + r) * H + h
-    tl.store(lse + item * NQ + i, maximum + tl.log2(total) / LOG2E, mask=i < NQ)
+    # Times log(2), not over log2(e): a division in Triton is off by two units in the last place.
+    tl.store(lse + item * NQ + i, maximum + tl.log2(total) * LN2, mask=i < NQ)
 
 
 def launch_forward(

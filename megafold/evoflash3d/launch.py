@@ -41,6 +41,7 @@ class Problem:
         self.NK = k.shape[3]
         self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
+        self._descriptors: dict[tuple[str, int], TensorDescriptor] = {}
         self.wide = q.dtype == torch.float32
         self.seed, self.scale, self.dropout_p, self.offsets = seed, scale, dropout_p, offsets
 
@@ -87,11 +88,12 @@ class Problem:
             "EVEN_J": self.NK % columns == 0,
             "PRECISION": triton_support.float32_precision(),
             "TMA": tma,
+            "WIDE": self.wide,
         }
         for name, tensor in queries.items():
-            arguments[name] = row_descriptor(tensor, rows) if tma else tensor
+            arguments[name] = self._row_descriptor(name, tensor, rows) if tma else tensor
         for name, tensor in keys.items():
-            arguments[name] = row_descriptor(tensor, columns) if tma else tensor
+            arguments[name] = self._row_descriptor(name, tensor, columns) if tma else tensor
         for name, tensor in statistics.items():
             flat = tensor.view(-1, tensor.shape[-1])
             arguments[name] = (
@@ -101,7 +103,7 @@ class Problem:
             )
             arguments["pitch"] = tensor.shape[-1]
         if gradients is not None:
-            arguments |= {**self.strides("g", gradients["grad_out"]), "WIDE": self.wide}
+            arguments |= self.strides("g", gradients["grad_out"])
         return arguments
 
     @staticmethod
@@ -120,9 +122,15 @@ class Problem:
             for tensor in tensors
         )
 
+    def _row_descriptor(self, name: str, tensor: Tensor, block: int) -> TensorDescriptor:
+        """`row_descriptor`, made once for all kernels of this call."""
+        if (name, block) not in self._descriptors:
+            self._descriptors[name, block] = row_descriptor(tensor, block)
+        return self._descriptors[name, block]
+
     def _bias_argument(self, tile: tuple[int, int], tma: bool, transposed: bool) -> dict[str, object]:
-        none = self.q if not tma else row_descriptor(self.q, tile[0])  # stands for an absent bias, never read
-        if self.bias is None:
+        if self.bias is None:  # something stands in its place; the kernel never reads it
+            none = self._row_descriptor("q", self.q, tile[0]) if tma else self.q
             return {"bias": none, "BIAS_ROWS": 0, "BIAS_COLUMNS": 0}
         bias = self.bias.transpose(-1, -2).contiguous() if transposed else self.bias
         rows, columns = bias.shape[-2:]
@@ -201,8 +209,9 @@ def output_like(tensor: Tensor) -> Tensor:
 
 def as_like(result: Tensor, tensor: Tensor) -> Tensor:
     """A tensor from `output_like` with exactly the strides of `torch.empty_like(tensor)`."""
-    like = torch.empty_like(tensor, device="meta")
-    return result if result.stride() == like.stride() else torch.empty_like(tensor).copy_(result)
+    if last_contiguous(tensor) is tensor or result.stride() == torch.empty_like(tensor, device="meta").stride():
+        return result
+    return torch.empty_like(tensor).copy_(result)
 
 
 def choose_config(table: dict, kernel: str, dtype: torch.dtype, head_dim: int, length: int) -> dict:

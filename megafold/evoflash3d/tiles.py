@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -80,7 +81,7 @@ def exp_wide(x):
     lost = tl.fma(x, LOG2E, -y) + x * 1.925963033500612e-8  # log2(e) is its fp32 value plus this
     p = tl.exp2(y)
     # Where x is -inf, so is y, and what was lost is not a number.
-    return tl.where(p == 0.0, 0.0, p + p * (lost * 0.6931471805599453))
+    return tl.where(p == 0.0, 0.0, p + p * (lost * LN2))
 
 
 @triton.jit
