@@ -71,8 +71,8 @@ def queries_kernel(
     i = i_start + tl.arange(0, BLOCK_I)
     q_tile = load_tile(q, b, r, h, i_start, q_b, q_r, q_h, q_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
     g_tile = load_tile(grad_out, b, r, h, i_start, g_b, g_r, g_h, g_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
-    lse_i = load_statistics(lse2, item, i_start, NQ, pitch, BLOCK_I, TMA)
-    delta_i = load_statistics(delta, item, i_start, NQ, pitch, BLOCK_I, TMA)
+    lse_i = load_statistics(lse2, item, i_start, NQ, pitch, BLOCK_I, False)
+    delta_i = load_statistics(delta, item, i_start, NQ, pitch, BLOCK_I, False)
     acc = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for j_start in range(0, NK, BLOCK_J):
         j = j_start + tl.arange(0, BLOCK_J)

@@ -77,7 +77,10 @@ def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, co
     dq = output_like(q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     queries_kernel[(programs,)](
-        **problem.arguments(config, gradients), dq=dq, **problem.strides("dq", dq), **options(config)
+        **problem.arguments(config, gradients, tiled_statistics=False),
+        dq=dq,
+        **problem.strides("dq", dq),
+        **options(config),
     )
     return as_like(dq, q)
 
