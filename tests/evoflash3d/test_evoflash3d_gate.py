@@ -36,7 +36,7 @@ def test_gate_refuses_what_is_not_fit():
 def test_table_is_complete_and_says_where_it_comes_from(arch):
     table = triton_support.shipped_table("evoflash3d", arch)
     assert table["architecture"] == arch
-    assert ("measured on" in table["source"]) != ("not measured" in table["source"])
+    assert table["source"].startswith(("measured on", "chosen by the offline compiler"))
     buckets = {*map(str, LENGTH_BUCKETS), "longer"}
     for kernel in ("forward", "queries", "keys", "bias"):
         for bits in ("16", "32"):
