@@ -191,7 +191,7 @@ def bias_kernel(
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
         if WIDE:
-            p = exp_wide(product * scale + (bias_tile - lse_i[:, None]))
+            p = exp_wide(product * scale + bias_tile - lse_i[:, None])
         else:  # here the bias stays in registers, so that it is the cheaper place for the log-sum-exp
             p = tl.exp2(product * (scale * LOG2E) + (bias_tile * LOG2E - lse_i[:, None]))
         if HAS_MASK:

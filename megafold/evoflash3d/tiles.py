@@ -88,14 +88,14 @@ def exp_wide(x):
 def probability(product, scale, bias_tile, lse_i, HAS_BIAS: tl.constexpr, WIDE: tl.constexpr):
     """exp(scale product + bias - lse), with lse in base 2, or with WIDE (fp32 inputs) in base e.
 
-    Base 2 saves an operation; in fp32 its second rounding of the log-sum-exp would double the error. The log-sum-exp
-    goes to the product and not to the bias: else Triton works out the probabilities twice, in two layouts.
+    Base 2 saves an operation; in fp32 its second rounding of the log-sum-exp would double the error. There the
+    log-sum-exp goes to the product and not to the bias: else Triton works out the probabilities twice, in two layouts.
     """
     if WIDE:
-        x = product * scale - lse_i
+        x = product * scale
         if HAS_BIAS:
             x += bias_tile.to(tl.float32)
-        return exp_wide(x)
+        return exp_wide(x - lse_i)
     else:
         x = product * (scale * LOG2E) - lse_i
         if HAS_BIAS:
