@@ -187,6 +187,25 @@ def records_import(
 
 
 @app.command()
+def figures(
+    source: Annotated[Path, typer.Argument(help="folder with records")],
+    out: Annotated[Path, typer.Option(help="folder for the figures and tables")],
+) -> None:
+    """Draw figures (PNG, SVG) and write tables (CSV, Markdown) of every sweep in a folder of records."""
+    from analysis.figures import write_figures
+    from analysis.tables import of_sweep, write_tables
+    from experiments.record import read_records
+
+    found = read_records(source)
+    if not found:
+        raise InputError(source, "", "holds no record")
+    for name in sorted({record.point.setting.sweep for record in found}):
+        chosen = of_sweep(found, name)
+        for path in [*write_tables(chosen, name, out), *write_figures(chosen, name, out)]:
+            typer.echo(str(path))
+
+
+@app.command()
 def compare(
     first: Annotated[Path, typer.Argument(help="folder with records")],
     second: Annotated[Path, typer.Argument(help="folder with records")],
