@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megafold import triton_support
-from megafold.evoflash3d.reference import keep_threshold
+from megafold.evoflash3d.dropout import keep_threshold
 
 PADDING = 128
 """Largest tile: a bias padded to multiples of it is read without bounds."""
