@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -41,7 +42,8 @@ class Problem:
         self.NK = k.shape[3]
         self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
-        self._descriptors: dict[tuple[str, int], TensorDescriptor] = {}
+        self._descriptors: dict[tuple, TensorDescriptor] = {}
+        self._readable: dict[str, bool] = {}
         self.wide = q.dtype == torch.float32
         self.seed, self.scale, self.dropout_p, self.offsets = seed, scale, dropout_p, offsets
 
@@ -69,26 +71,16 @@ class Problem:
         if gradients is not None:
             queries["grad_out"] = gradients["grad_out"]
             statistics = {name: gradients[name] for name in ("lse2", "delta")}
-        tma = self._uses_tma(config, [*queries.values(), *keys.values()])
+        tma = self._uses_tma(config, queries | keys)
         rows, columns = config["block_i"], config["block_j"]
         arguments: dict[str, object] = {
-            **self.strides("q", self.q),
-            **self.strides("k", self.k),
-            **self.strides("v", self.v),
+            **self._common,
             **self._bias_argument((columns, rows) if transposed_bias else (rows, columns), tma, transposed_bias),
-            **self._sizes(),
-            "D": self.D,
-            "BLOCK_D": block_d(self.D),
             "BLOCK_I": rows,
             "BLOCK_J": columns,
-            "HAS_BIAS": self.bias is not None,
-            "HAS_MASK": self.mask is not None,
-            "DROPOUT": self.dropout_p > 0.0,
             "EVEN_I": self.NQ % rows == 0,
             "EVEN_J": self.NK % columns == 0,
-            "PRECISION": triton_support.float32_precision(),
             "TMA": tma,
-            "WIDE": self.wide,
         }
         for name, tensor in queries.items():
             arguments[name] = self._row_descriptor(name, tensor, rows) if tma else tensor
@@ -111,16 +103,14 @@ class Problem:
         """Strides of a [B, R, H, N, D] tensor as <name>_b, <name>_r, <name>_h, <name>_n."""
         return dict(zip((f"{name}_b", f"{name}_r", f"{name}_h", f"{name}_n"), tensor.stride()[:4]))
 
-    def _uses_tma(self, config: dict, tensors: list[Tensor]) -> bool:
-        """Whether the copy engine takes these tensors: 16-bit elements, addresses and strides multiples of 16 bytes."""
+    def _uses_tma(self, config: dict, tensors: dict[str, Tensor]) -> bool:
+        """Whether this configuration wants the copy engine, and it can read these tensors and the bias."""
         if not config.get("tma") or (self.bias is not None and self.bias.element_size() != 2):
             return False
-        return all(
-            tensor.element_size() == 2
-            and tensor.data_ptr() % 16 == 0
-            and all(size == 1 or (s > 0 and s % 8 == 0) for size, s in zip(tensor.shape[:4], tensor.stride()[:4]))
-            for tensor in tensors
-        )
+        for name, tensor in tensors.items():
+            if name not in self._readable:
+                self._readable[name] = copy_engine_reads(tensor)
+        return all(self._readable[name] for name in tensors)
 
     def _row_descriptor(self, name: str, tensor: Tensor, block: int) -> TensorDescriptor:
         """`row_descriptor`, made once for all kernels of this call."""
@@ -134,20 +124,30 @@ class Problem:
             return {"bias": none, "BIAS_ROWS": 0, "BIAS_COLUMNS": 0}
         bias = self.bias.transpose(-1, -2).contiguous() if transposed else self.bias
         rows, columns = bias.shape[-2:]
-        if tma:
+        if tma and (transposed, tile) not in self._descriptors:
             flat = bias.view(-1, columns)
-            return {
-                "bias": TensorDescriptor(flat, list(flat.shape), list(flat.stride()), list(tile)),
-                "BIAS_ROWS": rows,
-                "BIAS_COLUMNS": columns,
-            }
-        return {"bias": bias, "BIAS_ROWS": rows, "BIAS_COLUMNS": columns}
+            self._descriptors[transposed, tile] = TensorDescriptor(
+                flat, list(flat.shape), list(flat.stride()), list(tile)
+            )
+        argument = self._descriptors[transposed, tile] if tma else bias
+        return {"bias": argument, "BIAS_ROWS": rows, "BIAS_COLUMNS": columns}
 
-    def _sizes(self) -> dict[str, object]:
-        """Sizes, mask, scale, dropout and global offsets."""
+    @functools.cached_property
+    def _common(self) -> dict[str, object]:
+        """What does not depend on the configuration: strides, sizes, mask, scale, dropout, global offsets."""
         b0, r0, h0, i0, j0 = self.offsets
         mask_b, mask_r = (0, 0) if self.mask is None else self.mask.stride()[:2]
         return {
+            **self.strides("q", self.q),
+            **self.strides("k", self.k),
+            **self.strides("v", self.v),
+            "D": self.D,
+            "BLOCK_D": block_d(self.D),
+            "HAS_BIAS": self.bias is not None,
+            "HAS_MASK": self.mask is not None,
+            "DROPOUT": self.dropout_p > 0.0,
+            "PRECISION": triton_support.float32_precision(),
+            "WIDE": self.wide,
             "mask": self.q if self.mask is None else self.mask,
             "mask_b": mask_b,
             "mask_r": mask_r,
@@ -165,6 +165,15 @@ class Problem:
             "i0": i0,
             "j0": j0,
         }
+
+
+def copy_engine_reads(tensor: Tensor) -> bool:
+    """Whether TMA can read a [B, R, H, N, D] tensor: 16-bit elements, address and strides multiples of 16 bytes."""
+    return (
+        tensor.element_size() == 2
+        and tensor.data_ptr() % 16 == 0
+        and all(size == 1 or (s > 0 and s % 8 == 0) for size, s in zip(tensor.shape[:4], tensor.stride()[:4]))
+    )
 
 
 def row_descriptor(tensor: Tensor, block: int) -> TensorDescriptor:
@@ -191,7 +200,7 @@ def options(config: dict) -> dict[str, int]:
 
 def block_d(head_dim: int) -> int:
     """The head dim that a tile holds: the next power of two, at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def last_contiguous(tensor: Tensor) -> Tensor:
