@@ -23,8 +23,9 @@ demo: $(STAMP)
 	@printf '\nReport     %s\nTables     %s\nFigures    %s\nNotebooks  %s\nRecords    %s\n' \
 	  $(addprefix $(CURDIR)/results/$(SITE)/,report.html tables figures notebooks records)
 
+# Two test files at a time, each on one thread.
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
