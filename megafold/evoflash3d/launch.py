@@ -50,7 +50,7 @@ class Problem:
     def config(self, kernel: str) -> dict:
         """The table's configuration of a kernel ("forward", "queries", "keys", "bias") for this call."""
         table = triton_support.load_table("evoflash3d", triton_support.architecture(self.q.device.index))
-        return choose_config(table, kernel, self.q.dtype, self.D, max(self.NQ, self.NK))
+        return choose_config(table, kernel, self.q.dtype, self.D, max(self.NQ, self.NK), dropout=self.dropout_p > 0.0)
 
     def arguments(
         self,
@@ -223,10 +223,17 @@ def as_like(result: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor).copy_(result)
 
 
-def choose_config(table: dict, kernel: str, dtype: torch.dtype, head_dim: int, length: int) -> dict:
-    """Pick from a table's "configs": kernel -> "16" or "32" bits -> "D32", "D64" or "D128" -> length bucket."""
+def choose_config(
+    table: dict, kernel: str, dtype: torch.dtype, head_dim: int, length: int, dropout: bool = False
+) -> dict:
+    """Pick from a table's "configs": kernel -> "16" or "32" bits -> "D32", "D64" or "D128" -> length bucket.
+
+    Where the random bits of dropout need more registers than the others leave, there is a configuration "dropout".
+    """
     bits = "32" if dtype == torch.float32 else "16"
     by_length = table["configs"][kernel][bits][f"D{max(32, block_d(head_dim))}"]
+    if dropout and "dropout" in by_length:
+        return by_length["dropout"]
     for limit in LENGTH_BUCKETS:
         if length <= limit:
             return by_length[str(limit)]

@@ -92,12 +92,19 @@ def cases(full: bool = False) -> Iterator[Case]:
                             continue
                         dtypes = ("fp32",) if bits == "32" else ("bf16", "fp16") if full else ("bf16",)
                         for dtype in dtypes:
-                            for extras in ((False, False), (True, False), (True, True)) if full else ((False, False),):
+                            for extras in _variants(length, by_length) if full else ((False, False),):
                                 case = Case(arch, kernel, dtype, int(dim[1:]), config, *extras)
                                 key = (str(case), tuple(sorted(config.items())))
                                 if key not in seen:
                                     seen.add(key)
                                     yield case
+
+
+def _variants(length: str, by_length: dict) -> list[tuple[bool, bool]]:
+    """(mask, dropout) that run with the configuration of a length bucket."""
+    if length == "dropout":
+        return [(True, True)]
+    return [(False, False), (True, False), *([] if "dropout" in by_length else [(True, True)])]
 
 
 def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:

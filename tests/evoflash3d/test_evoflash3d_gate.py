@@ -42,5 +42,5 @@ def test_table_is_complete_and_says_where_it_comes_from(arch):
         for bits in ("16", "32"):
             for dim in ("D32", "D64", "D128"):
                 configs = table["configs"][kernel][bits][dim]
-                assert set(configs) == buckets
+                assert set(configs) - {"dropout"} == buckets
                 assert all(PADDING % c["block_i"] == 0 and PADDING % c["block_j"] == 0 for c in configs.values())
