@@ -18,6 +18,9 @@ from cluster.site import Site
 from cluster.slurm import Refused, Silent
 
 SETTLE_S = 5.0  # shared file systems show the last files of a job late
+# SLURM shows these for a moment before it puts the job back into the queue; only where they stay are they the end.
+PASSING = ("NODE_FAIL", "BOOT_FAIL", "PREEMPTED")
+REQUEUE_S = 15.0
 T = TypeVar("T")
 
 
@@ -139,10 +142,14 @@ class Driver:
 
     def _wait(self, job_id: str) -> str:
         """Poll until the job ended, telling each change; returns the scheduler's last word."""
-        last = ("", "")
+        last, lost_since = ("", ""), None
         while True:
             state, why = self._patiently(lambda: self.scheduler.state(job_id, self.record["submitted"]))
             self._show_log(job_id)
+            lost_since = (lost_since or time.monotonic()) if state in PASSING else None
+            if lost_since is not None and time.monotonic() - lost_since < REQUEUE_S:
+                time.sleep(self.site.poll)
+                continue
             if state in ENDED or state in ("", "FINISHED"):
                 return state
             if "held" in why or state == "REQUEUE_HOLD":  # SLURM gave up starting it and would keep it for ever

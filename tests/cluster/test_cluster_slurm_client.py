@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import driver
 from cluster.executors import Request, Slurm
 from cluster.launcher import launch
 from cluster.outcome import settle
@@ -217,3 +218,22 @@ def test_how_a_job_ended(tmp_path, state, results, log, status, code):
     assert (outcome.status, outcome.code) == (status, code)
     assert "\n" not in outcome.line and (status == "ok" or f"log: {tmp_path}/7_0_log.err" in outcome.line)
     assert json.loads(json.dumps(outcome.as_dict()))["status"] == status
+
+
+@pytest.mark.parametrize("passing", ["NODE_FAIL", "PREEMPTED"])
+def test_a_state_that_slurm_takes_back_by_a_requeue_is_not_the_end(tmp_path, monkeypatch, passing):
+    """A failed node or a preemption is shown for a moment before the job is in the queue again."""
+    answers = iter(["RUNNING", passing, passing, "PENDING", "RUNNING", "COMPLETED"])
+    waiting = driver.Driver(load_site("local"), Request("a", "a", tmp_path, ("true",), 1, 1, 60), lambda text: None)
+    monkeypatch.setattr(waiting.scheduler, "state", lambda job_id, submitted: (next(answers), ""))
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: None)
+    waiting.record["submitted"] = 0.0
+    assert waiting._wait("7") == "COMPLETED"
+
+
+def test_a_node_failure_without_a_requeue_ends_the_wait(tmp_path, monkeypatch):
+    waiting = driver.Driver(load_site("local"), Request("a", "a", tmp_path, ("true",), 1, 1, 60), lambda text: None)
+    monkeypatch.setattr(waiting.scheduler, "state", lambda job_id, submitted: ("NODE_FAIL", ""))
+    monkeypatch.setattr(driver, "REQUEUE_S", 0.2)
+    waiting.record["submitted"] = 0.0
+    assert waiting._wait("7") == "NODE_FAIL"
