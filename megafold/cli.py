@@ -74,10 +74,14 @@ def cache_verify(path: Path) -> None:
 @app.command()
 def train(config: Path) -> None:
     """Train on cached structures as CONFIG (YAML) says; resumes from the last checkpoint."""
+    from megafold.stock import load_stock
     from megafold.train.config import load_config
+
+    settings = load_config(config)
+    load_stock()
     from megafold.train.loop import train as run
 
-    report = run(load_config(config))
+    report = run(settings)
     typer.echo(f"step {report.step}, loss {report.loss}, log {report.log}, checkpoint {report.checkpoint}")
     if report.stopped_by:
         typer.echo(f"stopped by {report.stopped_by}; the same command resumes", err=True)
@@ -90,8 +94,10 @@ def verify(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Check kernels and the replaced model against float64 and the stock model on this device."""
+    from megafold.stock import load_stock
     from megafold.verify import verify_device
 
+    load_stock()
     results = verify_device(device, out=out)
     for result in results:
         typer.echo(f"{'ok  ' if result.ok else 'FAIL'} {result.name}: {result.detail}")

@@ -180,6 +180,9 @@ def _copy(old, new, name: str) -> None:
 
 def _prepare(source: DataSource) -> None:
     """Load the baseline and its component table."""
+    from megafold.stock import load_stock
+
+    load_stock()
     from megafold.evopipe import ccd
 
     ccd.install(source.components)
@@ -216,7 +219,7 @@ class _Worker:
 
     def __init__(self, source: DataSource, msa_depth: int | None) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["alphafold3_pytorch.inputs", "megafold.evopipe.featurize"])
+        context.set_forkserver_preload(["megafold.evopipe.preload"])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(source, msa_depth, theirs), daemon=True)
         self.process.start()
