@@ -186,5 +186,6 @@ def test_a_job_on_a_node_that_fails_runs_again_on_another(limits, jobs, tmp_path
     # SLURM lets it wait for two minutes
     subprocess.run([*update, f"JobId={launched.record['job_id']}", "StartTime=now"], check=True)
     code, text = launched.end()
+    subprocess.run([*update, f"NodeName={node}", "State=RESUME"], check=True)
     assert code == 0, text
     assert len(lines(tmp_path / "nodes")) == 2 and lines(tmp_path / "nodes")[1] != node

@@ -45,7 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1
-ReturnToService=2
+ReturnToService=1
 KillWait=3
 MinJobAge=600
 InactiveLimit=0
