@@ -73,3 +73,9 @@ def test_truncated_record(tmp_path):
 
 def test_unknown_site(tmp_path):
     _refused(_megafold("plan", "iteration", "--site", "nowhere", cwd=tmp_path), "nowhere")
+
+
+def test_figures_of_a_folder_without_records(tmp_path):
+    (tmp_path / "empty").mkdir()
+    _refused(_megafold("figures", "empty", "--out", "out", cwd=tmp_path), "empty", "no record")
+    assert not (tmp_path / "out").exists()
