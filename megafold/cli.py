@@ -111,7 +111,10 @@ def tune(
     """Measure launch configurations on this device and rewrite its table."""
     from megafold.evoflash3d.tune import tune as run
 
-    typer.echo(run(out))
+    try:
+        typer.echo(run(out))
+    except RuntimeError as error:  # no device that the kernels run on
+        raise InputError("megafold tune", "", str(error)) from error
 
 
 @app.command()

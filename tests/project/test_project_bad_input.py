@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def _megafold(*arguments: str, cwd) -> subprocess.CompletedProcess:
@@ -79,3 +80,9 @@ def test_figures_of_a_folder_without_records(tmp_path):
     (tmp_path / "empty").mkdir()
     _refused(_megafold("figures", "empty", "--out", "out", cwd=tmp_path), "empty", "no record")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune for")
+def test_tuning_without_a_gpu(tmp_path):
+    _refused(_megafold("tune", "--out", "table.json", cwd=tmp_path), "megafold tune", "nothing to tune", "cpu")
+    assert not (tmp_path / "table.json").exists()
