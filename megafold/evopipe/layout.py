@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megafold.evopipe.report import Finding
+
 SCHEMA_VERSION = 1
 
 KINDS = ("protein", "rna", "dna", "mod_protein", "mod_rna", "mod_dna", "ligand")
@@ -103,6 +105,7 @@ class Entry:
         smiles: SMILES of the components whose residues are atomised (a crop through a ligand needs them).
         sources: file name -> sha256 of each input.
         notes: what a user should know about this entry (e.g. an alignment that was not used).
+        findings: the same and more, for the report of a build: what was removed or replaced, why, what to do.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Entry:
     smiles: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def __post_init__(self) -> None:
         wrong = [name for name, dtype in ARRAYS.items() if name not in self.arrays or self.arrays[name].dtype != dtype]
