@@ -1,7 +1,7 @@
 """What a build has to say about its inputs: nothing is dropped, replaced or skipped without a `Finding`. Light import.
 
 A finding is one line for a reader and one JSON object for a program. `failed`: the entry is not in the cache.
-`changed`: it is, but something of its file was removed or replaced (a clashing chain, a conformer). `note`: worth knowing.
+`changed`: it is, but something of its file was removed or replaced (a clashing chain, a conformer). `note`: to know.
 """
 
 from __future__ import annotations
@@ -88,3 +88,31 @@ def counts(findings: Iterable[Finding]) -> dict[tuple[str, str], int]:
     """(kind, code) -> number of entries, the most frequent first: the summary of a report that may be long."""
     seen = Counter((kind, code) for kind, code, _ in {(one.kind, one.code, one.entry) for one in findings})
     return dict(seen.most_common())
+
+
+class Log:
+    """Findings of one entry, collected where they happen.
+
+    Args:
+        file: the input file.
+        entry: the entry's id.
+    """
+
+    def __init__(self, file: str | Path, entry: str) -> None:
+        self.file, self.entry = str(file), entry
+        self.findings: list[Finding] = []
+
+    def changed(self, code: str, reason: str, action: str = "") -> None:
+        """Something of the file was removed or replaced."""
+        self.findings.append(Finding("changed", code, self.file, self.entry, reason, action))
+
+    def note(self, code: str, reason: str, action: str = "", file: str | Path | None = None) -> None:
+        """Something worth knowing."""
+        self.findings.append(Finding("note", code, str(file or self.file), self.entry, reason, action))
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """`SO4 x2, GOL`: names with their numbers, in order; the rest of a long list is counted."""
+    seen = Counter(names)
+    parts = [name if number == 1 else f"{name} x{number}" for name, number in sorted(seen.items())]
+    return ", ".join(parts[:most]) + (f" and {len(parts) - most} more" if len(parts) > most else "")
