@@ -22,13 +22,14 @@ ENDED = {
     "BOOT_FAIL": "node_failure",
     "PREEMPTED": "node_failure",
 }
-# what slurmstepd and srun (and nobody else: "CUDA out of memory" is another matter) write into a job's log where the
-# job's state says only FAILED or CANCELLED
+# what slurmstepd, srun and submitit (and nobody else: "CUDA out of memory" is another matter) write into a job's log
+# where the job's state says only FAILED or CANCELLED
 MARKS = tuple(
-    (status, re.compile(rf"^(slurmstepd\S*|srun): .*({words})", re.I | re.M))
+    (status, re.compile(rf"^(slurmstepd\S*|srun|submitit\.core\S*): .*({words})", re.I | re.M))
     for status, words in (
         ("oom", r"oom[-_ ]kill|Out Of Memory|exceeded (job|step|memory) (memory )?limit"),
-        ("timeout", r"CANCELLED AT .* DUE TO TIME LIMIT"),
+        # SIGUSR2 announces the limit, and SLURM may send it up to a minute early: before the task can take it
+        ("timeout", r"CANCELLED AT .* DUE TO TIME LIMIT|task.*: User defined signal 2|not requeued because: timed-out"),
         ("node_failure", r"DUE TO NODE FAILURE|Node failure on"),
     )
 )

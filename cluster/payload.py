@@ -56,6 +56,8 @@ def run_command(
         raise
     if code == 0:
         status, reason = "ok", ""
+    elif code == -signal.SIGUSR2:  # the scheduler's notice of the time limit reached the command first
+        status = reason = "timeout"
     elif code < 0:
         status = "oom" if -code == signal.SIGKILL and _oom_kills() > kills else "failed"
         reason = f"the command was ended by {signal.Signals(-code).name}"

@@ -87,6 +87,12 @@ def test_time_limit(tmp_path):
     assert not alive(lines(tmp_path / "starts")[0])
 
 
+def test_notice_of_the_time_limit_that_reaches_the_command(tmp_path):
+    """The scheduler's SIGUSR2 may hit the command before its parent saw it."""
+    code, text = run(tmp_path / "a", "bash", "-c", "kill -USR2 $$")
+    assert code == 124 and "timeout: the time limit of the job ended it" in text
+
+
 def test_the_job_sees_the_drivers_gpus(tmp_path, monkeypatch):
     command = ("bash", "-c", 'test "$CUDA_VISIBLE_DEVICES" = 1')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

@@ -200,6 +200,15 @@ BAD = {**OK, "status": "failed", "exit_code": 3, "reason": "the command ended wi
             "timeout",
             124,
         ),
+        # the signal before the limit came while the task still started, or before it had its command
+        ("FAILED", [], "srun: error: n1: task 0: User defined signal 2", "timeout", 124),
+        (
+            "FAILED",
+            [],
+            "submitit.core.utils.UncompletedJobError: Job not requeued because: timed-out and not checkpointable.",
+            "timeout",
+            124,
+        ),
         ("CANCELLED", [], "", "cancelled", 130),
         ("NODE_FAIL", [OK], "", "node_failure", 75),
         (
