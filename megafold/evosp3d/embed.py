@@ -1,0 +1,51 @@
+"""What makes the pair tensor (AF3 algorithms 2, 3 and 16, and token bonds): each rank makes its own rows.
+
+Atoms, of which there are only O(N), are embedded by every rank alike. Nothing here sends a message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import einx
+from torch import Tensor
+
+from megafold.evosp3d.rebind import Stand, with_names
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from megafold.evosp3d.mesh import Shards
+
+
+def rows_of_pairs(shards: Shards) -> Stand:
+    """``einx`` whose outer sums and differences over tokens i and j are taken for this rank's i."""
+
+    def add(pattern: str, left: Tensor, right: Tensor) -> Tensor:
+        return einx.add(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
+
+    def subtract(pattern: str, left: Tensor, right: Tensor) -> Tensor:
+        return einx.subtract(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
+
+    return Stand(einx, add=add, subtract=subtract)
+
+
+def _is_outer(pattern: str) -> bool:
+    return pattern.startswith(("b i, b j ->", "b i d, b j d ->", "b i dp, b j dp ->"))
+
+
+def token_bonds(self: Module, bonds: Tensor, *, shards: Shards) -> Tensor:
+    """``token_bond_to_pairwise_feat``: bonds [b, N, N] -> rows [b, n, N, dp]."""
+    return type(self).forward(self, shards.narrow(bonds, 1))
+
+
+def template_embedder(self: Module, *, templates: Tensor, pairwise_repr: Tensor, shards: Shards, **kwargs) -> Tensor:
+    """``TemplateEmbedder.forward`` on rows of pairs; templates [b, T, N, N, dt], or n of their rows."""
+    if templates.shape[2] != pairwise_repr.shape[1]:
+        templates = shards.narrow(templates, 2)
+    return type(self).forward(self, templates=templates, pairwise_repr=pairwise_repr, **kwargs)
+
+
+def stock_on_rows(cls: type[Module], shards: Shards):
+    """The stock forward of ``cls`` (relative positions, outer sum, input embedder) for this rank's rows of pairs."""
+    return with_names(cls.forward, einx=rows_of_pairs(shards))
