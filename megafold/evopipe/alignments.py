@@ -1,7 +1,8 @@
 """Alignment files: which belongs to which chain, is its query the chain's sequence, and Stockholm to A3M.
 
-A chain's alignment is `<id>-assembly1<chain>_*.a3m[.gz]` (the baseline's layout), or the same without `-assembly1` or
-with `_` before the chain. A copy of a chain that the assembly adds (`A-2`) uses the alignment of its original (`A`).
+A chain's alignment is `<id>-assembly1<chain>_*.a3m` (the baseline's layout; or `.sto`, and either gzipped), or the same
+without `-assembly1` or with `_` before the chain. A copy of a chain that the assembly adds (`A-2`) uses the alignment
+of its original (`A`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import glob
 import gzip
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megafold.errors import InputError
+from megafold.evopipe.report import EntryError
 
+SUFFIXES = tuple(f"{end}{packed}" for end in (".a3m", ".sto", ".stockholm") for packed in ("", ".gz"))
 _LOWER = str.maketrans("", "", "abcdefghijklmnopqrstuvwxyz.")
 
 
@@ -22,12 +24,17 @@ def read_text(path: Path) -> str:
     """Text of a file, gzipped or not (by content, not by name). Raises InputError when it cannot be read."""
     try:
         data = Path(path).read_bytes()
-        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InputError(path, "", f"cannot be read ({error})") from error
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        action = "fetch or write the file again"
+        raise EntryError(path, "", f"cannot be read ({error})", action, "unreadable file") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:  # names of authors in old files
+        return data.decode("latin-1")
 
 
-def find(folder: Path | None, name: str, chain: str, suffixes: tuple[str, ...] = (".a3m", ".a3m.gz")) -> list[Path]:
+def find(folder: Path | None, name: str, chain: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """Files of one chain of entry `name`, sorted by name; [] when the folder is None or holds none."""
     if folder is None:
         return []
@@ -46,7 +53,9 @@ def records(text: str) -> Iterator[tuple[str, str]]:
     """(description, sequence) of each record of FASTA or A3M text."""
     name, parts = None, []
     for line in text.splitlines():
-        line = line.strip()
+        line = line.strip("\0 \t")  # some programs end a block with a zero byte
+        if line.startswith("#"):
+            continue
         if line.startswith(">"):
             if name is not None:
                 yield name, "".join(parts)
@@ -58,45 +67,62 @@ def records(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _same(query: str, sequence: str) -> bool:
-    """Equal but for unknown residues: files write a modified residue as X or as its parent."""
-    return len(query) == len(sequence) and all(a == b or "X" in (a, b) for a, b in zip(query.upper(), sequence.upper()))
+    """Equal but for unknown residues (files write a modified residue as X or as its parent) and T for U in RNA."""
+    if len(query) != len(sequence):
+        return False
+    return all(a == b or "X" in (a, b) or {a, b} == {"T", "U"} for a, b in zip(query.upper(), sequence.upper()))
 
 
 def fit(path: Path, chain: str, sequence: str, full: tuple[str, list[bool]] | None, depth: int | None) -> str:
     """A3M text of at most `depth` rows whose columns are the residues of `sequence`.
 
     Args:
-        path: the alignment.
+        path: the alignment, A3M or Stockholm, gzipped or not.
         chain: its chain id, for messages.
-        sequence: the chain's residues that have coordinates.
-        full: the chain's full sequence and which of its residues have coordinates. An alignment of the full sequence
-            (searched before the structure was looked at) keeps the columns of the resolved residues.
+        sequence: the residues that the features have tokens for.
+        full: the chain's full sequence and which of its residues are resolved. An alignment of the full sequence
+            keeps the columns of `sequence` when that is the resolved part; an alignment of the resolved part gets gaps
+            in the other columns when `sequence` is the full one.
         depth: rows to keep, None for all.
 
     Raises:
         InputError: the query is neither sequence, or a row does not have the query's length.
     """
-    rows = records(read_text(path))
-    field, kept = f"chain {chain}", None
+    text, field = read_text(path), f"chain {chain}"
+    rows = records(as_a3m(text, path, field))
     first = next(rows, None)
     if first is None:
-        raise InputError(path, field, "holds no sequence")
+        raise EntryError(path, field, "holds no sequence", "remove the empty file, or search again", "empty alignment")
     query = first[1].translate(_LOWER)
+    edit: Callable[[str, int], str] = _columns
     if not _same(query, sequence):
-        kept = full[1] if full is not None and _same(query, full[0]) else None
-        if kept is None:
-            raise InputError(
+        resolved = "" if full is None else "".join(letter for letter, have in zip(*full) if have)
+        if full is not None and _same(query, full[0]) and _same(resolved, sequence):
+            kept = full[1]
+            edit = lambda row, _: _select(row, kept)  # noqa: E731
+        elif full is not None and _same(query, resolved) and _same(full[0], sequence):
+            places = full[1]
+            edit = lambda row, number: _spread(row, places, "-" * len(sequence) if number else sequence)  # noqa: E731
+        else:
+            raise EntryError(
                 path,
                 field,
                 f"the query ({len(query)} residues, {query[:12]}...) is not the chain's sequence "
                 f"({len(sequence)} residues, {sequence[:12]}...)",
+                "search again with the chain's full sequence, or remove the file to use the sequence alone",
+                "alignment of another sequence",
             )
     out = []
     for number, (description, row) in enumerate([first, *rows] if depth is None else _head([first], rows, depth)):
         if len(row.translate(_LOWER)) != len(query):
-            raise InputError(path, field, f"row {number + 1} does not have the query's {len(query)} columns")
-        out.append(f">{description}\n{row if kept is None else _select(row, kept)}\n")
+            problem = f"row {number + 1} does not have the query's {len(query)} columns"
+            raise EntryError(path, field, problem, "search again: the file is damaged", "ragged alignment")
+        out.append(f">{description}\n{edit(row, number)}\n")
     return "".join(out)
+
+
+def _columns(row: str, _number: int) -> str:
+    return row.replace(".", "")
 
 
 def _head(first: list, rest: Iterator, count: int) -> Iterator:
@@ -118,8 +144,34 @@ def _select(row: str, kept: list[bool]) -> str:
     return "".join(out)
 
 
+def _spread(row: str, places: list[bool], others: str) -> str:
+    """An A3M row whose columns are the True `places`, with the letters of `others` in the False ones."""
+    out, column = [], 0
+    for letter in row.replace(".", ""):
+        if not letter.islower():
+            while not places[column]:
+                out.append(others[column])
+                column += 1
+            column += 1
+        out.append(letter)
+    return "".join(out) + others[column:]
+
+
+def as_a3m(text: str, path: Path, field: str) -> str:
+    """A3M text of an A3M or Stockholm file. Raises InputError for Stockholm rows of different lengths."""
+    if not text.lstrip().startswith("# STOCKHOLM"):
+        return text
+    try:
+        return stockholm_to_a3m(text)
+    except ValueError as error:
+        raise EntryError(path, field, str(error), "search again: the file is damaged", "ragged alignment") from error
+
+
 def stockholm_to_a3m(text: str) -> str:
-    """Stockholm alignment -> A3M: columns where the first sequence has a gap become insertions (lower case)."""
+    """Stockholm alignment -> A3M: columns where the first sequence has a gap become insertions (lower case).
+
+    Raises ValueError when rows have different lengths.
+    """
     rows: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.strip() and not line.startswith(("#", "//")):
@@ -129,6 +181,9 @@ def stockholm_to_a3m(text: str) -> str:
         return ""
     joined = {name: "".join(parts) for name, parts in rows.items()}
     query = next(iter(joined.values()))
+    uneven = [name for name, row in joined.items() if len(row) != len(query)]
+    if uneven:
+        raise ValueError(f"row {uneven[0]} does not have the first row's {len(query)} columns")
     out = []
     for name, row in joined.items():
         pairs = zip(query, row)

@@ -15,7 +15,10 @@ import numpy as np
 from megafold.errors import InputError
 from megafold.evopipe import alignments, assembly, structure, templates
 from megafold.evopipe.layout import Entry
+from megafold.evopipe.report import Log
 from megafold.evopipe.sources import DataSource
+
+LIGAND_CHEMTYPE = 3  # of the baseline
 
 
 def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
@@ -54,17 +57,12 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
     Raises:
         InputError: names the file and the field of whatever cannot be used.
     """
-    text = alignments.read_text(path)
-    sequences: dict[str, tuple[str, list[bool]]] = {}
-    if not assembly.is_prepared(text, path.name):
-        built = assembly.build(text, name, str(path))
-        text, sequences = built.text, built.sequences
-    parsed = structure.parse(text, name, str(path))
-    arrays, smiles = structure.arrays(parsed, str(path))
-    sequences = sequences or parsed.sequences
+    log = Log(path, name)
+    parsed = _parsed(alignments.read_text(path), name, path, log)
+    arrays, smiles = structure.arrays(parsed, str(path), log)
     chains = chain_residues(parsed.biomolecule)
-    msa, notes = _alignment(source.msa, name, chains, sequences, msa_depth)
-    template, template_notes = templates.features(source, name, chains, parsed, arrays["tokens"])
+    template = templates.features(source, name, chains, parsed, arrays["tokens"], log)
+    msa = _alignment(source.msa, name, chains, parsed.biomolecule, msa_depth, log)
     return Entry(
         name=name,
         arrays=arrays | msa | template,
@@ -73,8 +71,20 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
         released=parsed.released,
         smiles=smiles,
         sources=digests(inputs_of(source, name, path)),
-        notes=tuple(notes + template_notes),
+        notes=tuple(finding.reason for finding in log.findings),
+        findings=tuple(log.findings),
     )
+
+
+def _parsed(text: str, name: str, path: Path, log: Log) -> structure.Structure:
+    if assembly.is_prepared(text, path.name):
+        try:
+            return structure.parse(text, name, str(path), log)
+        except InputError as error:
+            log.findings.clear()
+            reason = f"the baseline's parser refuses the file as it is ({error.problem}): it is cleaned first"
+            log.note("cleaned assembly", reason)
+    return structure.parse(assembly.build(text, name, str(path), log).text, name, str(path), log)
 
 
 def chain_residues(biomolecule) -> dict[str, dict[str, list[int]]]:
@@ -92,24 +102,38 @@ def chain_residues(biomolecule) -> dict[str, dict[str, list[int]]]:
     return result
 
 
-def _alignment(folder, name, chains, sequences, depth) -> tuple[dict[str, np.ndarray], list[str]]:
+def full_sequences(biomolecule, chains) -> dict[str, tuple[str, list[bool]]]:
+    """Chain -> (one-letter sequence of its polymer, which of its residues have an atom)."""
+    from alphafold3_pytorch import inputs
+
+    result = {}
+    for chain, residues in chains.items():
+        firsts = residues["unique_chain_residue_indices"]
+        sequence = inputs.extract_polymer_sequence_from_chain_residues(
+            residues["chemtype"], residues["restype"], firsts
+        )
+        have = biomolecule.atom_mask[biomolecule.chain_id == chain].any(axis=-1)
+        polymer = [first for first in firsts if residues["chemtype"][first] != LIGAND_CHEMTYPE]
+        result[chain] = sequence, [bool(have[first]) for first in polymer]
+    return result
+
+
+def _alignment(folder, name, chains, biomolecule, depth, log: Log) -> dict[str, np.ndarray]:
     from alphafold3_pytorch import inputs
 
     bare = []
     with tempfile.TemporaryDirectory() as staged:
-        for chain, residues in chains.items():
-            sequence = inputs.extract_polymer_sequence_from_chain_residues(
-                residues["chemtype"], residues["restype"], residues["unique_chain_residue_indices"]
-            )
-            found = alignments.find(folder, name, chain) if sequence else []
+        for chain, full in full_sequences(biomolecule, chains).items():
+            found = alignments.find(folder, name, chain) if full[0] else []
             share = None if depth is None or not found else max(1, depth // len(found))
-            texts = [alignments.fit(path, chain, sequence, sequences.get(chain), share) for path in found]
+            texts = [alignments.fit(path, chain, full[0], full, share) for path in found]
             if texts:  # one file, because the baseline reads several in the order of the file system
                 (Path(staged) / f"{name}{chain}_all.a3m").write_text("".join(texts))
-            elif folder is not None and sequence:
+            elif folder is not None and full[0]:
                 bare.append(chain)
         features = inputs.load_msa_from_msa_dir(staged, name, chains, max_msas_per_chain=depth)
-    notes = [f"no alignment of chain {', '.join(bare)}: its own sequence only"] if bare else []
+    if bare:
+        log.note("no alignment", f"no alignment of chain {', '.join(bare)}: its own sequence only")
     values = features["deletion_value"].numpy()
     has_deletion = features["has_deletion"].numpy()
     table, index = np.unique(values, return_inverse=True)
@@ -124,4 +148,4 @@ def _alignment(folder, name, chains, sequences, depth) -> tuple[dict[str, np.nda
     }
     if not bool(features["msa_row_mask"].all()):
         raise InputError(str(folder), name, "a masked alignment row")
-    return arrays, notes
+    return arrays

@@ -17,10 +17,11 @@ from megafold.evopipe.sources import DataSource, materialize
 
 
 @lru_cache(maxsize=4)
-def stage_for_stock(source: DataSource) -> Path:
+def stage_for_stock(source: DataSource, *, unresolved: bool = False) -> Path:
     """A folder in the layout that the baseline reads: uncompressed, expanded, cleaned, alignments named by chain.
 
-    Not timed: the baseline needs files prepared like this (and silently ignores gzipped alignments).
+    Not timed: the baseline needs files prepared like this (and silently ignores gzipped alignments). The alignments
+    have columns for the resolved residues, which is all that the baseline keeps, or for every one with `unresolved`.
     """
     source = materialize(source)
     root = Path(tempfile.mkdtemp(prefix="megafold-stock-"))
@@ -30,10 +31,9 @@ def stage_for_stock(source: DataSource) -> Path:
     from megafold.evopipe.structure import parse
 
     for name, path in source.files().items():
-        text, sequences = alignments.read_text(path), {}
+        text = alignments.read_text(path)
         if not assembly.is_prepared(text, path.name):
-            built = assembly.build(text, name, str(path))
-            text, sequences = built.text, built.sequences
+            text = assembly.build(text, name, str(path)).text
         folder = root / "mmcif" / name[1:3]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.cif").write_text(text)
@@ -41,11 +41,11 @@ def stage_for_stock(source: DataSource) -> Path:
             continue
         from alphafold3_pytorch.inputs import extract_polymer_sequence_from_chain_residues as polymer_sequence
 
-        parsed = parse(text, name, str(path))
+        parsed = parse(text, name, str(path), unresolved=unresolved)
         for chain, residues in chain_residues(parsed.biomolecule).items():
             keys = ("chemtype", "restype", "unique_chain_residue_indices")
             sequence = polymer_sequence(*(residues[key] for key in keys))
-            full = (sequences or parsed.sequences).get(chain)
+            full = parsed.sequences.get(chain)
             for number, file in enumerate(alignments.find(source.msa, name, chain) if sequence else []):
                 fitted = alignments.fit(file, chain, sequence, full, None)
                 (root / "msa" / f"{name}{chain}_{number}.a3m").write_text(fitted)

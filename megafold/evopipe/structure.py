@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megafold.errors import InputError
 from megafold.evopipe import layout, molecules
+from megafold.evopipe.report import EntryError, Log, listed
+from megafold.evopipe.unresolved import complete
 
 
 class Structure(NamedTuple):
@@ -22,8 +25,15 @@ class Structure(NamedTuple):
     sequences: dict[str, tuple[str, list[bool]]]
 
 
-def parse(text: str, name: str, file: str) -> Structure:
+def parse(text: str, name: str, file: str, log: Log | None = None, *, unresolved: bool = True) -> Structure:
     """Parse one assembly with the baseline's parser.
+
+    Args:
+        text: mmCIF text.
+        name: entry id.
+        file: for messages.
+        log: where unresolved residues, and atoms that the baseline has no place for, are told.
+        unresolved: keep unresolved residues as tokens (`megafold.evopipe.unresolved`); the baseline drops them.
 
     Raises:
         InputError: the text is truncated, is no mmCIF file, or holds no chain with coordinates.
@@ -32,21 +42,42 @@ def parse(text: str, name: str, file: str) -> Structure:
     from alphafold3_pytorch.data import mmcif_parsing
     from alphafold3_pytorch.utils.data_utils import extract_mmcif_metadata_field
 
+    log = log or Log(file, name)
     result = mmcif_parsing.parse.__wrapped__(file_id=name, mmcif_string=text)  # its cache would keep 16 whole files
     if result.mmcif_object is None:
         reason = next(iter(result.errors.values()), "no chains found")
-        raise InputError(file, "atom_site", f"the mmCIF file cannot be parsed ({type(reason).__name__}: {reason})")
+        raise EntryError(file, "atom_site", f"the mmCIF file cannot be parsed ({type(reason).__name__}: {reason})")
     try:
         biomolecule = _from_mmcif_object(result.mmcif_object)
     except (AssertionError, IndexError, KeyError, ValueError) as error:
-        raise InputError(file, "atom_site", f"no model can be read ({error})") from error
+        raise EntryError(file, "atom_site", f"no model can be read ({error})") from error
     if not len(biomolecule.chain_id):
-        raise InputError(file, "atom_site", "no residue with coordinates")
+        raise EntryError(file, "atom_site", "no residue with coordinates", code="no atoms")
+    _tell_unplaced(result.mmcif_object.structure, biomolecule, log)
+    if unresolved:
+        biomolecule = complete(result.mmcif_object, biomolecule, log)
     released = extract_mmcif_metadata_field(result.mmcif_object, "release_date")
     if released is None:
         raise InputError(file, "_pdbx_audit_revision_history.revision_date", "missing; the release date is needed")
     resolution = extract_mmcif_metadata_field(result.mmcif_object, "resolution")
     return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object))
+
+
+def _tell_unplaced(model, biomolecule, log: Log) -> None:
+    """Atoms that the baseline has no place for: terminal OXT, OP3, and names that the dictionary does not have."""
+    if sum(1 for _ in model.get_atoms()) == int(biomolecule.atom_mask.sum()):
+        return
+    from alphafold3_pytorch.common import amino_acid_constants, dna_constants, rna_constants
+
+    polymers = (amino_acid_constants, rna_constants, dna_constants)
+    known = {name: constants.atom_types_set for constants in polymers for name in constants.restype_3to1}
+    names = [
+        atom.name
+        for residue in model.get_residues()
+        for atom in residue
+        if atom.name not in known.get(residue.resname, {atom.name})
+    ]
+    log.note("atoms without a place", f"atoms that the baseline does not represent: {listed(names)}")
 
 
 def _sequences(mmcif_object) -> dict[str, tuple[str, list[bool]]]:
@@ -60,7 +91,7 @@ def _sequences(mmcif_object) -> dict[str, tuple[str, list[bool]]]:
     return sequences
 
 
-def arrays(structure: Structure, file: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def arrays(structure: Structure, file: str, log: Log | None = None) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Arrays of the uncropped structure (all but the alignment and the templates), and SMILES of its components.
 
     Raises:
@@ -75,11 +106,16 @@ def arrays(structure: Structure, file: str) -> tuple[dict[str, np.ndarray], dict
     )
     try:
         with molecules.no_embedding():
-            mols, kinds = inputs.extract_canonical_molecules_from_biomolecule_chains(biomolecule, sequences, types)
+            mols, kinds = inputs.extract_canonical_molecules_from_biomolecule_chains(
+                _with_one_atom(biomolecule), sequences, types
+            )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
         raise InputError(file, "atom_site", f"a residue cannot be represented ({error})") from error
     components, component = np.unique(biomolecule.chemid.astype("S8"), return_inverse=True)
     tokens, residues = _tokens(biomolecule, mols, kinds, component, file)
+    for mol, first in zip(mols, residues["first_token"]):
+        if not biomolecule.atom_mask[first].any():
+            mol.SetProp("missing_atom_indices", ",".join(map(str, range(mol.GetNumAtoms()))))
     atoms, bonds = _atoms(mols, tokens, residues)
     links, link_tokens = _links(biomolecule)
     _set_crop_positions(tokens, atoms)
@@ -89,6 +125,17 @@ def arrays(structure: Structure, file: str) -> tuple[dict[str, np.ndarray], dict
     }
     named = {"tokens": tokens, "residues": residues, "atoms": atoms, "bonds": bonds}
     return named | {"links": links, "link_tokens": link_tokens, "components": components}, smiles
+
+
+def _with_one_atom(biomolecule):
+    """The baseline fails on a residue without any atom: here such a residue gets one (CA or C1'), in the origin."""
+    from alphafold3_pytorch.common.biomolecule import get_residue_constants
+
+    mask = biomolecule.atom_mask.copy()
+    for row in np.flatnonzero(~mask.any(axis=-1)):
+        constants = get_residue_constants(res_chem_index=int(biomolecule.chemtype[row]))
+        mask[row, constants.res_rep_atom_index] = 1
+    return replace(biomolecule, atom_mask=mask)
 
 
 def _tokens(biomolecule, mols, kinds, component, file) -> tuple[np.ndarray, np.ndarray]:
@@ -195,8 +242,19 @@ def _links(biomolecule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _set_crop_positions(tokens: np.ndarray, atoms: np.ndarray) -> None:
-    """Where a token is, for spatial crops: its center atom, or the mean of what is resolved when that is missing."""
+    """Where a token is, for spatial crops: its center atom, or the mean of what is resolved when that is missing.
+
+    A residue without any atom is placed on the line between its resolved neighbours in the chain.
+    """
     tokens["crop_position"] = tokens["center_position"]
-    for token in np.flatnonzero(~tokens["center_resolved"]):
+    placed = tokens["center_resolved"].copy()
+    for token in np.flatnonzero(~placed):
         mine = atoms[(atoms["token"] == token) & ~atoms["missing"]]
-        tokens["crop_position"][token] = mine["position"].mean(axis=0)
+        if len(mine):
+            tokens["crop_position"][token], placed[token] = mine["position"].mean(axis=0), True
+    for chain in np.unique(tokens["chain"][~placed]):
+        mine = tokens["chain"] == chain
+        known, wanted = np.flatnonzero(mine & placed), np.flatnonzero(mine & ~placed)
+        for axis in range(3):
+            values = np.interp(wanted, known, tokens["crop_position"][known, axis])
+            tokens["crop_position"][wanted, axis] = values

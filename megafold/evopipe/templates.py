@@ -13,21 +13,25 @@ import numpy as np
 
 from megafold.evopipe import layout
 from megafold.evopipe.alignments import find
+from megafold.evopipe.report import Log
 from megafold.evopipe.sources import DataSource
 
 UNKNOWN_CLASS = 20
+HITS = (".m8",)
 TEMPLATES_PER_CHAIN = 4  # AF3 supplement 2.4
 
 
-def features(source: DataSource, name: str, chains, parsed, tokens) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Arrays `template_*` of an entry, and notes.
+def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) -> dict[str, np.ndarray]:
+    """Arrays `template_*` of an entry; what a user should know of them goes into the log.
 
     Hits are `<id>-assembly1<chain>_<type>_*.m8` in `source.templates`; the structures they name are
     `<mmcif folder>/<middle two letters>/<id>-assembly1.cif`. Hits newer than 60 days before this entry are dropped.
     """
     if source.templates is None or source.kalign is None:
-        notes = [] if source.templates is None else ["template hits are not used: data.kalign is not set"]
-        return _pack([np.full((1, len(tokens)), UNKNOWN_CLASS)], {}, np.zeros(1, bool)), notes
+        if source.templates is not None and any(find(source.templates, name, chain, HITS) for chain in chains):
+            reason = "template hits are not used: data.kalign is not set"
+            log.note("templates not aligned", reason, "install Kalign 3 and name the program in data.kalign")
+        return _pack([np.full((1, len(tokens)), UNKNOWN_CLASS)], {}, np.zeros(1, bool))
     from alphafold3_pytorch.data.data_pipeline import make_template_features
     from alphafold3_pytorch.data.template_parsing import parse_m8
 
@@ -35,7 +39,7 @@ def features(source: DataSource, name: str, chains, parsed, tokens) -> tuple[dic
     classes, blocks, mask, first = [], {}, np.zeros(TEMPLATES_PER_CHAIN, bool), 0
     for chain, residues in chains.items():
         hits = []
-        for path in find(source.templates, name, chain, (".m8",)):
+        for path in find(source.templates, name, chain, HITS):
             kind = path.name.removesuffix(".m8").split("_")[1] if "_" in path.name else "protein"
             hits += parse_m8(
                 str(path),
@@ -58,7 +62,7 @@ def features(source: DataSource, name: str, chains, parsed, tokens) -> tuple[dic
             blocks[first] = dense[..., : layout.TEMPLATE_PAIR_FEATURES]
             mask |= made["template_mask"].numpy()
         first += n
-    return _pack(classes, blocks, mask), []
+    return _pack(classes, blocks, mask)
 
 
 def _pack(classes, blocks, mask) -> dict[str, np.ndarray]:

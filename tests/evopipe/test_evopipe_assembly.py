@@ -16,7 +16,7 @@ BACKBONE = {"N": (0.0, 1.4, 0.0), "CA": (0.0, 0.0, 0.0), "C": (1.5, 0.0, 0.0), "
 MATRIX = ["matrix[1][1]", "matrix[1][2]", "matrix[1][3]", "matrix[2][1]", "matrix[2][2]", "matrix[2][3]",
           "matrix[3][1]", "matrix[3][2]", "matrix[3][3]", "vector[1]", "vector[2]", "vector[3]"]  # fmt: skip
 IDENTITY = "1 0 0 0 1 0 0 0 1 0 0 0"
-SHIFT = "-1 0 0 0 -1 0 0 0 1 5 0 0"
+SHIFT = "-1 0 0 0 -1 0 0 0 1 50 0 0"
 
 
 def residue(
@@ -100,14 +100,14 @@ def test_assembly_is_expanded(rows, chains):
 def test_copy_is_the_operator_times_the_original():
     atoms = table(build(text(PEPTIDE, assembly_rows=["1 1,2 A"])))
     place = np.array([[float(atom[f"Cartn_{axis}"]) for axis in "xyz"] for atom in atoms]).reshape(2, len(PEPTIDE), 3)
-    assert np.allclose(place[1], place[0] * [-1, -1, 1] + [5, 0, 0], atol=1e-3)
+    assert np.allclose(place[1], place[0] * [-1, -1, 1] + [50, 0, 0], atol=1e-3)
 
 
 def test_operators_of_a_product_are_applied_right_to_left():
     turn = "0 -1 0 1 0 0 0 0 1 0 0 0"
     source = text(PEPTIDE, assembly_rows=["1 (1)(2) A"]).replace(f"1 {IDENTITY}", f"1 {turn}")
     atom = table(build(source))[4]  # N of the second residue, at (3.8, 1.4, 0)
-    moved = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]]) @ np.array([5 - 3.8, -1.4, 0])
+    moved = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]]) @ np.array([50 - 3.8, -1.4, 0])
     assert np.allclose([float(atom[f"Cartn_{axis}"]) for axis in "xyz"], moved, atol=1e-3)
 
 

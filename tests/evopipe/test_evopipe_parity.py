@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import numpy as np
 import pytest
 import torch
 
-from megafold.evopipe import augment, layout, loader, measure, sample_data
-from megafold.evopipe.build import build_cache
-from megafold.evopipe.cache import StructureCache
+from megafold.evopipe import alignments, augment, ccd, featurize, layout, loader, measure, sample_data
+from megafold.evopipe.layout import Entry
+from megafold.evopipe.report import Log
 from megafold.evopipe.sources import DataSource
+from megafold.evopipe.unresolved import complete
 
 DEPTH = 64
 
@@ -22,14 +24,24 @@ def shared_source(shared_data) -> DataSource:
 
 
 @pytest.fixture(scope="module")
-def shared_cache(shared_source, tmp_path_factory):
-    path = tmp_path_factory.mktemp("cache") / "shared.h5"
-    assert not build_cache(shared_source, path, msa_depth=DEPTH, progress=False).failed
-    return path
+def entry_of():
+    """The entry of one structure, featurised once."""
+    ccd.install()
+
+    @functools.cache
+    def make(source: DataSource, name: str) -> Entry:
+        return featurize.featurize(source, name, source.files()[name], msa_depth=DEPTH)
+
+    return make
 
 
-def stock_features(source: DataSource, name: str, keep: np.ndarray, *, training: bool = True):
-    """What the baseline computes when its crop is replaced by the mask `keep` (in the file's token order)."""
+def stock_features(source: DataSource, name: str, keep: np.ndarray, *, training: bool = True, unresolved: bool = True):
+    """What the baseline computes when its crop is replaced by the mask `keep` (in the file's token order).
+
+    With `unresolved` the baseline is given the structure with its unresolved residues in place, no atom of them
+    present. It can compute everything for them, but for one call of `np.vectorize` on an empty array, which is told the
+    type of its result here.
+    """
     from alphafold3_pytorch import inputs
     from alphafold3_pytorch.attention import full_pairwise_repr_to_windowed
     from alphafold3_pytorch.common.biomolecule import Biomolecule
@@ -39,7 +51,11 @@ def stock_features(source: DataSource, name: str, keep: np.ndarray, *, training:
         masks = [keep[self.chain_id == chain] for chain, _ in chains]
         return self.crop_chains_with_masks(chains, masks), chains, masks
 
-    root = measure.stage_for_stock(source)
+    def completed(mmcif_object):
+        return complete(mmcif_object, from_mmcif(mmcif_object), Log(name, name))
+
+    from_mmcif = inputs._from_mmcif_object
+    root = measure.stage_for_stock(source, unresolved=unresolved)
     weights = {"contiguous_weight": 1.0, "spatial_weight": 0.0, "spatial_interface_weight": 0.0, "n_res": 384}
     example = inputs.PDBInput(
         mmcif_filepath=str(root / "mmcif" / name[1:3] / f"{name}.cif"),
@@ -51,17 +67,18 @@ def stock_features(source: DataSource, name: str, keep: np.ndarray, *, training:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Biomolecule, "crop", crop)
+        if unresolved:
+            patch.setattr(inputs, "_from_mmcif_object", completed)
+            patch.setattr(np, "vectorize", functools.partial(np.vectorize, otypes=[int]))
         result = inputs.maybe_transform_to_atom_input(example, raise_exception=True)
     assert result.atompair_inputs.ndim == 3
     result.atompair_inputs = full_pairwise_repr_to_windowed(result.atompair_inputs, layout.ATOMS_PER_WINDOW)
     return result
 
 
-def cached_features(cache_path, name: str, keep: np.ndarray, *, training: bool = True):
-    with StructureCache(cache_path) as cache:
-        rows = np.arange(cache.msa_depth(name))
-        alignment = cache.read_alignment(name, rows, keep)
-        return loader.model_features(cache.read_structure(name), keep, *alignment, training=training)
+def our_features(entry: Entry, keep: np.ndarray, *, training: bool = True):
+    alignment = entry.arrays["msa"][:, keep], entry.arrays["deletions"][:, keep]
+    return loader.model_features(entry, keep, *alignment, training=training)
 
 
 def assert_equal(stock, cached, fields=None) -> None:
@@ -79,9 +96,7 @@ def assert_equal(stock, cached, fields=None) -> None:
     assert set(vars(stock)) - set(cached) == ignored
 
 
-def mask_of(cache_path, name: str, kind: str, size: int) -> np.ndarray:
-    with StructureCache(cache_path) as cache:
-        entry = cache.read_structure(name)
+def mask_of(entry: Entry, kind: str, size: int) -> np.ndarray:
     if kind == "whole":
         return np.ones(entry.n_tokens, bool)
     if kind == "scattered":  # cuts through ligands, modified residues and chains everywhere
@@ -101,41 +116,60 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("name", "kind", "size"), SHARED)
-def test_shared_structure_equals_the_baseline(shared_source, shared_cache, name, kind, size):
-    keep = mask_of(shared_cache, name, kind, size)
-    stock = stock_features(shared_source, name, keep)
-    assert_equal(stock, cached_features(shared_cache, name, keep))
+def test_shared_structure_equals_the_baseline(shared_source, entry_of, name, kind, size):
+    """Every residue of these files is resolved: the baseline is given nothing but the file."""
+    entry = entry_of(shared_source, name)
+    keep = mask_of(entry, kind, size)
+    stock = stock_features(shared_source, name, keep, unresolved=False)
+    assert_equal(stock, our_features(entry, keep))
     if name.startswith("7a4d"):
         assert stock.msa.shape[0] == DEPTH  # the alignments were really read
 
 
-def test_shared_structure_without_bonds_of_the_file(shared_source, shared_cache):
+def test_shared_structure_without_bonds_of_the_file(shared_source, entry_of):
     name = "209d-assembly1"
-    keep = mask_of(shared_cache, name, "whole", 0)
-    stock = stock_features(shared_source, name, keep, training=False)
-    assert_equal(stock, cached_features(shared_cache, name, keep, training=False))
-    with_bonds = cached_features(shared_cache, name, keep)["token_bonds"]
+    entry = entry_of(shared_source, name)
+    keep = mask_of(entry, "whole", 0)
+    stock = stock_features(shared_source, name, keep, training=False, unresolved=False)
+    assert_equal(stock, our_features(entry, keep, training=False))
+    with_bonds = our_features(entry, keep)["token_bonds"]
     assert with_bonds.sum() > stock.token_bonds.sum()
 
 
 @pytest.mark.parametrize("id", sorted(sample_data.ENTRIES))
-def test_sample_structure_equals_the_baseline(sample, sample_cache, id):
+def test_sample_structure_equals_the_baseline(sample, entry_of, id):
     name = f"{id}-assembly1"
-    keep = mask_of(sample_cache, name, "spatial" if id != "3u8v" else "scattered", 60)
-    assert_equal(stock_features(sample, name, keep), cached_features(sample_cache, name, keep))
+    entry = entry_of(sample, name)
+    keep = mask_of(entry, "spatial" if id != "3u8v" else "scattered", 60)
+    assert_equal(stock_features(sample, name, keep), our_features(entry, keep))
 
 
-def test_sample_alignment_of_the_full_sequence_keeps_the_resolved_columns(sample_cache):
+@pytest.mark.parametrize("id", ["2q2k", "3u8v", "7l39"])
+def test_whole_structure_with_unresolved_residues_equals_the_baseline(sample, entry_of, id):
+    name = f"{id}-assembly1"
+    entry = entry_of(sample, name)
+    keep = mask_of(entry, "whole", 0)
+    ours = our_features(entry, keep)
+    assert_equal(stock_features(sample, name, keep), ours)
+    atoms = entry.arrays["atoms"]
+    masked = [bool(atoms["missing"][atoms["token"] == token].all()) for token in range(entry.n_tokens)]
+    assert sum(masked) == {"2q2k": 102, "3u8v": 10, "7l39": 2}[id]
+    assert (ours["molecule_atom_indices"][masked] == -1).all() and (ours["atom_indices_for_frame"][masked] == -1).all()
+
+
+def test_sample_alignment_keeps_the_columns_of_unresolved_residues(sample, entry_of):
+    """The alignments of 2q2k are of the full sequence, 70 residues; 25 or 26 have no coordinates."""
     from alphafold3_pytorch.inputs import HUMAN_AMINO_ACIDS
 
-    with StructureCache(sample_cache) as cache:
-        entry = cache.read("2q2k-assembly1")
+    entry = entry_of(sample, "2q2k-assembly1")
     protein = entry.arrays["tokens"]["kind"] == 0
-    assert entry.msa_depth > 10 and protein.sum() < 4 * 70  # the files' queries have 70 residues, with a tag
+    assert entry.msa_depth > 10 and protein.sum() == 4 * 70
     residues = entry.arrays["residues"][entry.arrays["tokens"]["residue"][protein]]
     letters = "".join(chr(code) for code in residues["letter"])
     classes = list(HUMAN_AMINO_ACIDS)
     assert letters == "".join(classes[i] for i in entry.arrays["msa"][0][protein])
+    first = next(alignments.records((sample.msa / "2q2k-assembly1A_protein.a3m").read_text()))[1]
+    assert letters == 4 * first
 
 
 def test_layout_restates_the_conventions_of_the_baseline():

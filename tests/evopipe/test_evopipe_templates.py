@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafold.evopipe import alignments, assembly, ccd, featurize, structure, templates
+from megafold.evopipe.report import Log
 
 NAME = "2q2k-assembly1"
 
@@ -52,7 +53,7 @@ def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkey
     stock = data_pipeline.make_template_features(found, chains, num_templates=4, kalign_binary_path="kalign")
     source = replace(sample, templates=tmp_path, kalign=tmp_path)
     tokens = np.zeros(len(parsed.biomolecule.chain_id))
-    arrays, _ = templates.features(source, NAME, chains, parsed, tokens)
+    arrays = templates.features(source, NAME, chains, parsed, tokens, Log("", NAME))
     keep = np.random.default_rng(0).random(len(tokens)) < 0.4
     for mask in (np.ones(len(tokens), bool), keep):
         dense, real = templates.dense(arrays, mask)
@@ -62,8 +63,9 @@ def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkey
     assert arrays["template_pairs"].size < stock["templates"].numel() / 10
 
 
-def test_hits_without_kalign_are_noted_and_empty(sample, parsed):
-    source = replace(sample, templates=sample.msa)
-    arrays, notes = templates.features(source, NAME, {}, parsed, np.zeros(30))
-    assert "data.kalign is not set" in notes[0]
+def test_hits_without_kalign_are_noted_and_empty(sample, parsed, tmp_path):
+    (tmp_path / f"{NAME}A_protein_x.m8").touch()
+    log = Log("", NAME)
+    arrays = templates.features(replace(sample, templates=tmp_path), NAME, ["A"], parsed, np.zeros(30), log)
+    assert "data.kalign is not set" in log.findings[0].reason and log.findings[0].action
     assert not arrays["template_mask"].any() and arrays["template_pairs"].size == 0
