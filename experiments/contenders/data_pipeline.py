@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import h5py
 import torch
 
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
-from megafold.evopipe.cache import StructureCache, open_cache
+from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.measure import read_cached_example, read_stock_example, stage_for_stock
 from megafold.evopipe.source_file import read_source
 from megafold.metrics.timing import summarize
@@ -79,17 +78,13 @@ class DataSession:
 
     def _bytes_on_disk(self) -> float:
         if self._cached:
-            with open_cache(self._cache) as file:
-                stored = [_stored_bytes(file["entries"][entry]) for entry in self._entries]
+            with StructureCache(self._cache) as reader:
+                stored = [int(reader.row(entry)["bytes"]) for entry in self._entries]
             return sum(stored) / len(stored)
         root = stage_for_stock(self._source)
         files = [path for path in root.rglob("*") if path.is_file()]
         wanted = [path for path in files if any(path.name.startswith(entry) for entry in self._entries)]
         return sum(path.stat().st_size for path in wanted) / len(self._entries)
-
-
-def _stored_bytes(group: h5py.Group) -> int:
-    return sum(item.id.get_storage_size() for item in group.values() if isinstance(item, h5py.Dataset))
 
 
 def _tensor_bytes(example: Any) -> int:

@@ -1,37 +1,34 @@
-"""The HDF5 cache: one group per structure, every dataset chunked, compressed and checksummed.
+"""The cache: an index (`NAME.h5`), and beside it a folder of immutable shards (`NAME.h5.shards/*.h5`). docs/cache.md
+describes both.
 
-Layout of the file: attributes `schema` and `msa_depth`; group `entries/<id>` with one dataset per array of
-`layout.ARRAYS` and the attribute `meta` (JSON: chains, sources, package versions, sha256 of each dataset's bytes). HDF5
-checks each chunk's own checksum (Fletcher 32) whenever it is read; the sha256 of every dataset is checked the first
-time a process reads the entry. Nothing is ever unpickled. Readers open the file on first use and once per process, so
-a reader may be sent to forked and spawned workers.
+Whatever is read is checked first: the index has a checksum, which covers those of its blocks, which cover the place and
+the checksum of each entry's table, which covers those of each block of its arrays. Nothing is ever unpickled, and
+reading an entry does not involve the HDF5 library. A reader may be sent to forked and spawned workers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from megafold.errors import InputError
+from megafold.evopipe import codec
+from megafold.evopipe.index import Index, write_index
 from megafold.evopipe.layout import ARRAYS, SCHEMA_VERSION, Entry
+from megafold.evopipe.report import Finding
+from megafold.evopipe.shards import folder_of, row_type
 
-CHUNK_ROWS, CHUNK_COLUMNS = 256, 256
-COMPRESSION = {"compression": "gzip", "compression_opts": 4, "fletcher32": True}
-PACKAGES = ("alphafold3-pytorch", "rdkit", "biotite", "gemmi", "numpy", "h5py")
-KEPT_ENTRIES = 64  # structures without alignments that a reader keeps in memory
-# what h5py raises for a damaged file, by where the damage is
-HDF5_ERRORS = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
-LAZY = ("msa", "deletions")  # read by rows and columns, the rest as a whole
+PACKAGES = ("alphafold3-pytorch", "rdkit", "biotite", "gemmi", "numpy")
+OPEN_SHARDS = 32
+MAX_META = 1 << 28  # bytes
+LAZY = ("msa", *codec.SPARSE)  # read by rows and columns, the rest as a whole
 
 
 def versions() -> dict[str, str]:
@@ -45,107 +42,50 @@ def versions() -> dict[str, str]:
     return found
 
 
-def digest(array: np.ndarray) -> str:
-    """sha256 of an array's bytes."""
-    return hashlib.sha256(np.ascontiguousarray(array).data if array.size else b"").hexdigest()
-
-
 def create(path: Path, *, msa_depth: int | None) -> None:
-    """Make an empty cache file, or check that an existing one can take entries of this depth.
+    """Make an empty cache, or check that an existing one can take entries of this depth.
 
     Raises:
         InputError: the file is no cache of this schema, or was built with another `msa_depth`.
     """
+    path = Path(path)
     if path.exists():
-        with open_cache(path) as file:
-            depth = int(file.attrs["msa_depth"])
+        index = Index(path)
+        depth = index.msa_depth
+        index.close()
         if depth != (msa_depth or 0):
             raise InputError(path, "msa_depth", f"was built with {depth or 'all'} rows, asked for {msa_depth or 'all'}")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with h5py.File(part, "w", libver=("v110", "v110")) as file:
-        file.attrs["schema"], file.attrs["msa_depth"] = SCHEMA_VERSION, msa_depth or 0
-        file.create_group("entries")
-    part.replace(path)
-
-
-def open_cache(path: Path, mode: str = "r") -> h5py.File:
-    """Open a cache file.
-
-    Raises:
-        InputError: it is missing, is not HDF5, is truncated, or has another schema.
-    """
-    if not Path(path).is_file():
-        raise InputError(path, "cache", "no such file; `megafold cache build` makes one")
-    try:
-        file = h5py.File(path, mode, libver=("v110", "v110"))
-        schema, complete = file.attrs.get("schema"), "entries" in file and "msa_depth" in file.attrs
-    except HDF5_ERRORS as error:
-        raise InputError(path, "cache", f"cannot be opened, truncated or not HDF5? ({error})") from error
-    if schema != SCHEMA_VERSION or not complete:
-        file.close()
-        raise InputError(path, "schema", f"{schema} found, this version reads {SCHEMA_VERSION}: build the cache anew")
-    return file
-
-
-def write_entry(file: h5py.File, entry: Entry) -> None:
-    """Write (or replace) one entry in an open file; it gets its final name only when it is complete."""
-    groups, part = file["entries"], f".{entry.name}.part"
-    for name in (part, entry.name):
-        if name in groups:
-            del groups[name]
-    group = groups.create_group(part)
-    for name in ARRAYS:
-        array = np.ascontiguousarray(entry.arrays[name])
-        options: dict[str, Any] = {}
-        if array.size:
-            limits = (CHUNK_ROWS, CHUNK_COLUMNS) if array.ndim == 2 else (1 << 16,)
-            chunks = tuple(min(size, limit) for size, limit in zip(array.shape, limits))
-            options = {"chunks": chunks, "shuffle": array.dtype.itemsize > 1, **COMPRESSION}
-        group.create_dataset(name, data=array, **options)
-    meta = {
-        "chains": entry.chains,
-        "resolution": entry.resolution,
-        "released": entry.released,
-        "smiles": entry.smiles,
-        "sources": entry.sources,
-        "notes": entry.notes,
-        "versions": versions(),
-        "schema": SCHEMA_VERSION,
-        "sha256": {name: digest(entry.arrays[name]) for name in ARRAYS},
-    }
-    text = json.dumps(meta, sort_keys=True)
-    group.attrs["meta"], group.attrs["meta_sha256"] = text, hashlib.sha256(text.encode()).hexdigest()
-    groups.move(part, entry.name)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_index(path, np.zeros(0, row_type(1)), [], msa_depth or 0)
+    folder_of(path).mkdir(exist_ok=True)
 
 
 class StructureCache:
-    """Reads a cache. Opens the file lazily, once per process; can be pickled.
+    """Reads a cache. Opens files lazily, once per process; can be pickled. Keeps no entry in memory.
 
     Args:
-        path: the HDF5 file.
-        check: compare every dataset with its sha256 the first time this process reads an entry.
+        path: the index.
 
     Raises:
         InputError: from every method, naming the file and the entry, for a missing file, another schema, an unknown
             entry, or data that fails a checksum. Such data is never returned.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, check: bool = True) -> None:
-        self.path, self.check = Path(path), check
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
         self._reset()
 
     def _reset(self) -> None:
-        self._file, self._process = None, None
-        self._small: dict[str, Entry] = {}
-        self._last: tuple[str, dict[str, np.ndarray]] = ("", {})  # the alignment that was checked last
+        self._index: Index | None = None
+        self._shards: OrderedDict[Path, int] = OrderedDict()
+        self._last: tuple[str, dict[str, Any], dict[str, codec.Table]] = ("", {}, {})  # the entry that was read last
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "check": self.check}
+        return {"path": self.path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.path, self.check = state["path"], state["check"]
+        self.path = state["path"]
         self._reset()
 
     def __enter__(self) -> StructureCache:
@@ -155,154 +95,226 @@ class StructureCache:
         self.close()
 
     def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        if self._file is not None and self._process == os.getpid():
-            self._file.close()
+        """Close the files; the next read opens them again. A fork may close its own copies."""
+        if self._index is not None:
+            self._index.close()
+        for handle in self._shards.values():
+            os.close(handle)
         self._reset()
 
-    def _open(self) -> h5py.File:
-        if self._file is None or self._process != os.getpid():  # a forked worker must not use its parent's handle
-            self._reset()
-            self._file, self._process = open_cache(self.path), os.getpid()
-        return self._file
-
-    @contextmanager
-    def _reading(self, name: str, what: str) -> Iterator[None]:
-        """Whatever HDF5 raises inside becomes an InputError that names the file and the entry."""
-        try:
-            yield
-        except InputError:
-            raise
-        except HDF5_ERRORS as error:
-            raise InputError(self.path, name, f"corrupt entry ({what}: {error})") from error
+    @property
+    def index(self) -> Index:
+        """The index. Reads at given places, so that a fork can share it with its parent."""
+        if self._index is None:
+            self._index = Index(self.path)
+        return self._index
 
     def entries(self) -> list[str]:
-        """Sorted ids of the complete entries."""
-        with self._reading("entries", "index"):
-            return sorted(name for name in self._open()["entries"] if not name.startswith("."))
+        """Sorted ids of the entries: all of them in memory. `names` reads them when they are asked for."""
+        return [name.decode() for rows in self.index.rows() for name in rows["name"].tolist()]
 
-    def _group(self, name: str) -> h5py.Group:
-        with self._reading(name, "index"):
-            groups = self._open()["entries"]
-            if name not in groups:
-                raise InputError(self.path, name, "no such entry in the cache")
-            return groups[name]
+    @property
+    def names(self) -> Names:
+        """The same as a sequence that holds none of them."""
+        return Names(self)
+
+    def row(self, name: str) -> np.void:
+        """What the index says of an entry (`shards.row_type`): sizes, without opening its shard."""
+        row = self.index.find(name)
+        if row is None:
+            raise InputError(self.path, name, "no such entry in the cache")
+        return row
+
+    def _pread(self, row: np.void, offset: int, size: int, digest: bytes, what: str) -> bytes:
+        name, path = row["name"].decode(), self.index.shard_path(row)
+        try:
+            if path not in self._shards:
+                if len(self._shards) >= OPEN_SHARDS:
+                    os.close(self._shards.popitem(last=False)[1])
+                self._shards[path] = os.open(path, os.O_RDONLY)
+            data = os.pread(self._shards[path], size, offset)
+        except FileNotFoundError as error:
+            problem = f"its shard {path} is missing; copy the folder with the cache, or `megafold cache repair`"
+            raise InputError(self.path, name, problem) from error
+        except (OSError, OverflowError, ValueError) as error:
+            raise InputError(self.path, name, f"corrupt entry ({what}: {error})") from error
+        if codec.checksum(data) != digest:
+            raise InputError(self.path, name, f"corrupt entry ({what}: checksum)")
+        return data
 
     def meta(self, name: str) -> dict[str, Any]:
-        """What is known of an entry besides its arrays: chains, resolution, sources, versions, notes."""
-        with self._reading(name, "meta"):
-            attributes = self._group(name).attrs
-            text = attributes["meta"]
-            if hashlib.sha256(text.encode()).hexdigest() != attributes["meta_sha256"]:
-                raise InputError(self.path, name, "corrupt entry (meta: checksum)")
-            return json.loads(text)
+        """What is known of an entry besides its arrays: chains, resolution, sources, versions, notes, findings."""
+        return self._described(name)[1]
 
-    def _array(self, group: h5py.Group, name: str, dataset: str, selection: Any = ()) -> np.ndarray:
-        with self._reading(name, f"dataset {dataset}"):
-            return group[dataset][selection]
+    def tables(self, name: str) -> dict[str, codec.Table]:
+        """Where the blocks of each stored array of an entry lie in its shard."""
+        return self._described(name)[2]
 
-    def _load(self, name: str, problems: list[str] | None = None) -> Entry:
-        """Read and check a whole entry; problems are collected in the list when there is one, else raised."""
-        group, meta = self._group(name), self.meta(name)
-        arrays = {}
-        for dataset, dtype in ARRAYS.items():
+    def _described(self, name: str) -> tuple[str, dict[str, Any], dict[str, codec.Table]]:
+        if self._last[0] == name:
+            return self._last
+        row = self.row(name)
+        data = self._pread(row, int(row["meta_offset"]), int(row["meta_bytes"]), row["meta_sum"].tobytes(), "meta")
+        try:
+            size = min(MAX_META, len(data) * codec.MAX_RATIO)
+            meta = json.loads(_inflate(data, size))
+            tables = {array: codec.Table(array, meta["arrays"][array]) for array in codec.STORED}
+            _check_sizes(tables, row)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(self.path, name, f"corrupt entry (meta: {error})") from error
+        self._last = name, meta, tables
+        return self._last
+
+    def _array(
+        self, name: str, array: str, rows: tuple[int, int] | None = None, columns: np.ndarray | None = None
+    ) -> np.ndarray:
+        """An array; with rows and columns, one as wide and as long whose other blocks are not filled in."""
+        row, table = self.row(name), self.tables(name)[array]
+        out = np.empty(table.shape, table.dtype)
+        for corner, (offset, size, digest) in table.chosen(rows, columns):
+            data = self._pread(row, offset, size, digest, f"dataset {array}")
             try:
-                array = arrays[dataset] = self._array(group, name, dataset)
-                if array.dtype != dtype:
-                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset} has type {array.dtype})")
-                if (self.check or problems is not None) and digest(array) != meta["sha256"].get(dataset):
-                    raise InputError(self.path, name, f"corrupt entry (dataset {dataset}: checksum)")
-            except InputError as error:
-                if problems is None:
-                    raise
-                problems.append(str(error))
-        if problems:
-            raise InputError(self.path, name, "corrupt entry")
+                block = codec.unpack(data, table.dtype, table.block)
+            except codec.BadBlock as error:
+                raise InputError(self.path, name, f"corrupt entry (dataset {array}: {error})") from error
+            place = tuple(slice(first, first + step) for first, step in zip(corner, table.block))
+            target = out[place]
+            target[...] = block[tuple(slice(0, size) for size in target.shape)]
+        return out
+
+    def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
+        meta = self.meta(name)
         kept = ("resolution", "released", "smiles", "sources")
         return Entry(
             name=name,
             arrays=arrays,
             chains=tuple(meta["chains"]),
             notes=tuple(meta["notes"]),
+            findings=tuple(Finding.from_json(one) for one in meta["findings"]),
             **{field: meta[field] for field in kept},
         )
 
     def problems(self, name: str) -> list[str]:
         """Checks of one entry that fail, one line each; [] for a sound entry."""
-        found: list[str] = []
         try:
-            self._load(name, found)
+            tables = self.tables(name)
         except InputError as error:
-            return found or [str(error)]
+            return [str(error)]
+        found = []
+        for array in tables:
+            try:
+                self._array(name, array)
+            except InputError as error:
+                found.append(str(error))
         return found
 
     def read(self, name: str) -> Entry:
         """One entry with all its arrays, checked."""
-        return self._load(name)
+        arrays = {array: self._array(name, array) for array in codec.STORED}
+        rows, columns = arrays["msa"].shape
+        dense = codec.dense_deletions(arrays, np.arange(rows), np.arange(columns), columns)
+        return self._entry(name, {array: arrays[array] for array in ARRAYS if array in arrays} | {"deletions": dense})
 
     def read_structure(self, name: str) -> Entry:
-        """One entry without its alignment (`msa` and `deletions` have no rows); kept in memory of this process."""
-        self._open()
-        if name not in self._small:
-            entry = self._load(name)
-            self._last = name, {dataset: entry.arrays[dataset] for dataset in LAZY}
-            empty = {dataset: np.zeros((0, entry.n_tokens), ARRAYS[dataset]) for dataset in LAZY}
-            if len(self._small) >= KEPT_ENTRIES:
-                self._small.pop(next(iter(self._small)))
-            self._small[name] = replace(entry, arrays=entry.arrays | empty)
-        return self._small[name]
+        """One entry without its alignment (`msa` and `deletions` have no rows)."""
+        arrays = {array: self._array(name, array) for array in ARRAYS if array in codec.STORED and array not in LAZY}
+        n = len(arrays["tokens"])
+        return self._entry(name, arrays | {array: np.zeros((0, n), ARRAYS[array]) for array in ("msa", "deletions")})
 
     def msa_depth(self, name: str) -> int:
         """Alignment rows of an entry."""
-        with self._reading(name, "dataset msa"):
-            return len(self._group(name)["msa"])
+        return int(self.row(name)["msa_rows"])
 
     def read_alignment(self, name: str, rows: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept]."""
-        self.read_structure(name)  # checks the entry
         columns = np.flatnonzero(keep)
-        if self._last[0] == name:
-            parts, left = [self._last[1][dataset] for dataset in LAZY], 0
-        else:
-            group, left = self._group(name), int(columns[0])
-            window = (slice(0, int(rows[-1]) + 1), slice(left, int(columns[-1]) + 1))
-            parts = [self._array(group, name, dataset, window) for dataset in LAZY]
-        return tuple(part[rows[:, None], columns[None, :] - left] for part in parts)
+        msa = self._array(name, "msa", (int(rows[0]), int(rows[-1])), columns)
+        sparse = {array: self._array(name, array) for array in codec.SPARSE}
+        if len(rows) == len(msa):
+            return msa[:, columns], codec.dense_deletions(sparse, rows, columns, len(keep))
+        return msa[rows[:, None], columns[None, :]], codec.dense_deletions(sparse, rows, columns, len(keep))
 
-    def verify(self) -> list[str]:
+    def verify(self) -> Iterator[str]:
         """Every check of every entry that fails, one line each."""
-        return [problem for name in self.entries() for problem in self.problems(name)]
+        for rows in self.index.rows():
+            for name in rows["name"].tolist():
+                yield from self.problems(name.decode())
+
+
+class Names(Sequence):
+    """The ids of a cache's entries, sorted, read when they are asked for."""
+
+    def __init__(self, cache: StructureCache) -> None:
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.cache.index)
+
+    def __getitem__(self, place: int) -> str:
+        return self.cache.index.row(place + len(self) if place < 0 else place)["name"].decode()
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.cache.index.find(name) is not None
+
+
+def _inflate(data: bytes, limit: int) -> bytes:
+    import zlib
+
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(data, limit)
+    except zlib.error as error:
+        raise codec.BadBlock(str(error)) from error
+    if not inflate.eof:
+        raise codec.BadBlock(f"more than {limit} bytes")
+    return text
+
+
+def _check_sizes(tables: dict[str, codec.Table], row: np.void) -> None:
+    """The arrays must have the sizes that the index names."""
+    tokens, atoms, depth = int(row["tokens"]), int(row["atoms"]), int(row["msa_rows"])
+    expected = {"tokens": (tokens,), "atoms": (atoms,), "msa": (depth, tokens), "deletion_starts": (depth + 1,)}
+    for name, shape in expected.items():
+        if tables[name].shape != shape:
+            raise codec.BadBlock(f"{name} has the shape {tables[name].shape}, the index says {shape}")
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Problems of a cache file, one line each; [] when it is sound. Raises InputError when it cannot be opened."""
-    with StructureCache(path, check=False) as cache:
-        return cache.verify()
+    """Problems of a cache, one line each; [] when it is sound. Raises InputError when it cannot be opened."""
+    with StructureCache(path) as cache:
+        return list(cache.verify())
 
 
-def describe(path: str | os.PathLike[str]) -> str:
-    """What a cache holds, as a plain table. Raises InputError when it cannot be opened."""
-    with StructureCache(path, check=False) as cache:
+def describe(path: str | os.PathLike[str], limit: int = 1000) -> str:
+    """What a cache holds, as a plain table of at most `limit` entries. Raises InputError when it cannot be opened."""
+    with StructureCache(path) as cache:
         lines = [f"{'entry':<24} {'tokens':>7} {'atoms':>8} {'chains':>7} {'rows':>7} {'templates':>9} {'kB':>9}"]
         found: dict[str, set[str]] = {}
-        names = cache.entries()
-        for name in names:
-            try:
-                meta = cache.meta(name)
-                with cache._reading(name, "index"):
-                    group = cache._group(name)
-                    size = sum(group[dataset].id.get_storage_size() for dataset in ARRAYS) / 1e3
-                    shape = [len(group["tokens"]), len(group["atoms"]), len(meta["chains"]), len(group["msa"])]
-                    real = int(group["template_mask"][()].sum())
-            except InputError as error:
-                lines.append(f"{name:<24} unreadable: {error}")
-                continue
-            lines.append("{:<24} {:>7} {:>8} {:>7} {:>7} {:>9} {:>9.1f}".format(name, *shape, real, size))
-            lines += [f"{'':<24} note: {note}" for note in meta["notes"]]
-            for package, version in meta["versions"].items():
-                found.setdefault(package, set()).add(version)
-        depth = int(cache._open().attrs["msa_depth"])
+        stored, count = 0, len(cache.index)
+        for rows in cache.index.rows():
+            stored += int(rows["bytes"].sum())
+            for row in rows[: max(0, limit - (len(lines) - 1))]:
+                lines += _described(cache, row, found)
+        depth = cache.index.msa_depth
+        shards = len(cache.index.shards)
+    if count > limit:
+        lines.append(f"... the first {limit} of {count} entries")
     packages = ", ".join(f"{package} {'/'.join(sorted(known))}" for package, known in sorted(found.items()))
-    lines.append(f"{len(names)} entries, {Path(path).stat().st_size / 1e6:.2f} MB, schema {SCHEMA_VERSION}, "
+    lines.append(f"{count} entries in {shards} shards, {stored / 1e6:.2f} MB of arrays, index "
+                 f"{Path(path).stat().st_size / 1e6:.2f} MB, schema {SCHEMA_VERSION}, "
                  f"at most {depth or 'all'} alignment rows")  # fmt: skip
     return "\n".join([*lines, f"built with {packages}"] if packages else lines)
+
+
+def _described(cache: StructureCache, row: np.void, found: dict[str, set[str]]) -> list[str]:
+    name = row["name"].decode()
+    try:
+        meta = cache.meta(name)
+        real = int(cache._array(name, "template_mask").sum())
+    except InputError as error:
+        return [f"{name:<24} unreadable: {error}"]
+    for package, version in meta.get("versions", {}).items():
+        found.setdefault(package, set()).add(version)
+    shape = [int(row["tokens"]), int(row["atoms"]), len(meta["chains"]), int(row["msa_rows"]), real]
+    line = "{:<24} {:>7} {:>8} {:>7} {:>7} {:>9} {:>9.1f}".format(name, *shape, int(row["bytes"]) / 1e3)
+    return [line, *(f"{'':<24} note: {note}" for note in meta["notes"])]

@@ -17,7 +17,7 @@ import numpy as np
 
 from megafold.evopipe.report import Finding
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 KINDS = ("protein", "rna", "dna", "mod_protein", "mod_rna", "mod_dna", "ligand")
 LIGAND = KINDS.index("ligand")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import threading
@@ -17,6 +18,7 @@ from megafold.errors import InputError
 from megafold.evopipe import alignments, build, cache, layout
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.maker import Maker
 from megafold.evopipe.sources import DataSource
 
 
@@ -125,10 +127,11 @@ def test_second_build_does_only_what_is_new(folder, sample, tmp_path):
 def test_corrupt_entry_alone_is_built_anew(folder, tmp_path):
     out = tmp_path / "c.h5"
     build_quietly(folder, out)
-    with cache.open_cache(out, "r+") as file:
-        info = file["entries/1ubq-assembly1/atoms"].id.get_chunk_info(0)
-    with out.open("r+b") as handle:
-        handle.seek(info.byte_offset + 40)
+    with StructureCache(out) as reader:
+        shard = reader.index.shard_path(reader.row("1ubq-assembly1"))
+        offset = reader.tables("1ubq-assembly1")["atoms"].places[0][0]
+    with shard.open("r+b") as handle:
+        handle.seek(offset + 40)
         handle.write(b"\xde\xad\xbe\xef")
     assert len(cache.verify(out)) == 1
     report = build_quietly(folder, out)
@@ -136,35 +139,34 @@ def test_corrupt_entry_alone_is_built_anew(folder, tmp_path):
     assert cache.verify(out) == []
 
 
-@pytest.mark.parametrize("moment", ["during the second structure", "during the final copy"])
-def test_killed_build_is_resumed(folder, tmp_path, monkeypatch, moment):
-    class Killed(BaseException):
-        """Stands for the end of the process: nothing of the build runs after it."""
+@pytest.mark.parametrize("moment", ["during the second structure", "before the index"])
+def test_interrupted_build_is_resumed(folder, tmp_path, monkeypatch, moment):
+    class Stopped(BaseException):
+        """Stands for the end of the process (which test_evopipe_killed.py brings about)."""
 
     out = tmp_path / "c.h5"
-    make, merge = build._make_shard, build._merge
+    make, merge = Maker._make, build.merge
 
-    def make_one(source, name, *rest):
+    def make_one(self, name, path):
         if name.startswith("2q2k") and "second" in moment:
-            raise Killed
-        return make(source, name, *rest)
+            raise Stopped
+        return make(self, name, path)
 
-    def killed(*_):
-        raise Killed
+    def stopped(*_):
+        raise Stopped
 
-    monkeypatch.setattr(build, "_make_shard", make_one)
-    monkeypatch.setattr(build, "_merge", killed)
-    with pytest.raises(Killed):
+    monkeypatch.setattr(Maker, "_make", make_one)
+    monkeypatch.setattr(build, "merge", stopped)
+    with pytest.raises(Stopped):
         build_quietly(folder, out)
     assert StructureCache(out).entries() == [] and cache.verify(out) == []
-    made = []
-    monkeypatch.setattr(build, "_make_shard", lambda *task: made.append(task[1]) or make(*task))
-    monkeypatch.setattr(build, "_merge", merge)
+    monkeypatch.setattr(Maker, "_make", make)
+    monkeypatch.setattr(build, "merge", merge)
     report = build_quietly(folder, out)
-    assert report.built == ["1ubq-assembly1", "2q2k-assembly1"]
-    assert made == (["2q2k-assembly1"] if "second" in moment else [])  # what was finished is not made again
-    assert StructureCache(out).entries() == report.built and cache.verify(out) == []
-    assert not list(tmp_path.glob(".*"))
+    everything = ["1ubq-assembly1", "2q2k-assembly1"]
+    assert report.built == (everything[1:] if "second" in moment else [])  # what was finished is not made again
+    assert StructureCache(out).entries() == everything and cache.verify(out) == []
+    assert not list(tmp_path.glob("**/.*"))
 
 
 def test_two_builds_are_equal_byte_for_byte(folder, tmp_path):
@@ -232,7 +234,8 @@ def test_msa_depth_limits_the_rows(folder, tmp_path):
 def test_progress_is_plain_lines_in_a_log(folder, tmp_path, capsys):
     build_cache(folder, tmp_path / "c.h5", msa_depth=5, progress=True)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
-    assert lines[-2:] == ["[1/2] 1ubq-assembly1: ok", "[2/2] 2q2k-assembly1: ok"]
+    assert re.fullmatch(r"\[1/2\] 1ubq-assembly1: ok, \d+:\d\d left", lines[-2])
+    assert lines[-1] == "[2/2] 2q2k-assembly1: ok"
 
 
 def test_missing_alignment_is_noted(folder, tmp_path):

@@ -13,18 +13,34 @@ import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import cache, layout
+from megafold.evopipe import cache, codec, layout
 from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.merge import merge
+from megafold.evopipe.shards import Shard, folder_of
+
+NAMES = ("1abc-assembly1", "2xyz-assembly1")
 
 
 @pytest.fixture
 def file(tmp_path, make_entry):
     path = tmp_path / "cache.h5"
     cache.create(path, msa_depth=40)
-    with cache.open_cache(path, "r+") as handle:
-        for seed, name in enumerate(("1abc-assembly1", "2xyz-assembly1")):
-            cache.write_entry(handle, make_entry(name, seed=seed))
+    add(path, *(make_entry(name, seed=seed) for seed, name in enumerate(NAMES)))
     return path
+
+
+def add(path, *entries) -> None:
+    """One more shard with these entries, and the index."""
+    shard = Shard(folder_of(path), 40)
+    for entry in entries:
+        shard.add(entry, codec.checksum(entry.name.encode()).hex(), {"versions": cache.versions()})
+    shard.seal()
+    merge(path)
+
+
+def shard_of(path):
+    [shard] = folder_of(path).glob("*.h5")
+    return shard
 
 
 def flip(path, offset: int) -> None:
@@ -50,49 +66,67 @@ def test_entry_comes_back_as_it_was(file, make_entry):
     assert cache.verify(file) == []
 
 
-def test_datasets_are_chunked_compressed_and_checksummed(file):
-    with h5py.File(file) as handle:
-        group = handle["entries/1abc-assembly1"]
-        for name in ("tokens", "atoms", "msa", "profile"):
-            assert group[name].chunks and group[name].compression == "gzip" and group[name].fletcher32
+def group_name(path, name) -> str:
+    with StructureCache(path) as reader:
+        return f"entries/{reader.row(name)['key'].tobytes().hex()}"
 
 
-@pytest.mark.parametrize("order", ["first read", "second read"])
-def test_alignment_window_equals_the_whole(file, order):
-    rows, keep = np.array([0, 3, 17, 39]), np.zeros(300, bool)
+def test_shard_is_an_hdf5_file_that_any_program_reads(file, make_entry):
+    """The library's own filters give what was written: our reader is a short cut, not another format."""
+    expected = codec.stored(make_entry("2xyz-assembly1", seed=1))
+    keys = group_name(file, "2xyz-assembly1")
+    with h5py.File(shard_of(file)) as handle:
+        group = handle[keys]
+        assert set(group) == {*codec.STORED, "meta"}
+        for name, array in expected.items():
+            dataset = group[name]
+            assert dataset.dtype == array.dtype and dataset.shape == array.shape
+            assert np.array_equal(dataset[()], array)
+            assert not array.size or (dataset.chunks and dataset.compression == "gzip")
+
+
+@pytest.mark.parametrize("rows", [[0, 3, 17, 39], range(40), [12]], ids=["some rows", "all rows", "one row"])
+@pytest.mark.parametrize("blocks", [(1024, 128), (16, 32)], ids=["blocks as shipped", "small blocks"])
+def test_alignment_window_equals_the_whole(tmp_path, make_entry, monkeypatch, rows, blocks):
+    monkeypatch.setattr(codec, "MSA_BLOCK", blocks)
+    file = tmp_path / "cache.h5"
+    cache.create(file, msa_depth=40)
+    add(file, make_entry("1abc-assembly1"))
+    rows, keep = np.array(rows), np.zeros(300, bool)
     keep[[5, 6, 7, 200, 290]] = True
     with StructureCache(file) as reader:
         whole = reader.read("1abc-assembly1").arrays
-        if order == "second read":  # the alignment read last is another one's, so this one is read by its window
-            reader.read_structure("1abc-assembly1")
-            reader.read_structure("2xyz-assembly1")
         msa, deletions = reader.read_alignment("1abc-assembly1", rows, keep)
     assert np.array_equal(msa, whole["msa"][rows][:, keep])
     assert np.array_equal(deletions, whole["deletions"][rows][:, keep])
 
 
-@pytest.mark.parametrize("dataset", [name for name in layout.ARRAYS if not name.startswith("template_")])
+@pytest.mark.parametrize("dataset", [*(name for name in codec.STORED if not name.startswith("template_")), "meta"])
 def test_flipped_byte_of_a_dataset_names_the_entry(file, dataset):
-    with h5py.File(file) as handle:
-        info = handle["entries/1abc-assembly1"][dataset].id.get_chunk_info(0)
-    flip(file, info.byte_offset + info.size // 2)
     with StructureCache(file) as reader:
-        for read in (reader.read, reader.read_structure):
+        row, tables = reader.row("1abc-assembly1"), reader.tables("1abc-assembly1")
+    place = (int(row["meta_offset"]), int(row["meta_bytes"]))
+    offset, size = place if dataset == "meta" else tables[dataset].places[0][:2]
+    flip(shard_of(file), offset + size // 2)
+    alignment = dataset in cache.LAZY
+    with StructureCache(file) as reader:
+        for read in (reader.read, *([] if alignment else [reader.read_structure])):
             with pytest.raises(InputError, match=r"cache\.h5: 1abc-assembly1: corrupt entry") as caught:
                 read("1abc-assembly1")
             assert "\n" not in str(caught.value) and dataset in str(caught.value)
-        with pytest.raises(InputError, match="1abc-assembly1"):
-            reader.read_alignment("1abc-assembly1", np.arange(3), np.ones(300, bool))
+        if alignment or dataset == "meta":
+            with pytest.raises(InputError, match="1abc-assembly1"):
+                reader.read_alignment("1abc-assembly1", np.arange(40), np.ones(300, bool))
         assert reader.read("2xyz-assembly1").n_tokens == 300
     problems = cache.verify(file)
     assert len(problems) == 1 and "1abc-assembly1" in problems[0]
 
 
 def test_consistent_rewrite_of_a_dataset_is_caught_by_its_digest(file):
-    with h5py.File(file, "r+") as handle:  # HDF5's own checksum is right then
-        handle["entries/1abc-assembly1/msa"][3, 3] ^= 1
-    with StructureCache(file) as reader, pytest.raises(InputError, match="dataset msa: checksum"):
-        reader.read_structure("1abc-assembly1")
+    with h5py.File(shard_of(file), "r+") as handle:  # HDF5 itself finds nothing wrong then
+        handle[group_name(file, "1abc-assembly1")]["msa"][3, 3] ^= 1
+    with StructureCache(file) as reader, pytest.raises(InputError, match="1abc-assembly1: corrupt entry"):
+        reader.read("1abc-assembly1")
 
 
 SWEEP = """
@@ -101,7 +135,7 @@ import numpy as np
 from megafold.errors import InputError
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.layout import ARRAYS
-path, names = sys.argv[1], ["1abc-assembly1", "2xyz-assembly1"]
+path, target, names = *sys.argv[1:], ["1abc-assembly1", "2xyz-assembly1"]
 def read():
     out = {}
     with StructureCache(path) as reader:
@@ -113,11 +147,11 @@ def read():
                 out[name] = None
     return out
 good = read()
-data = bytearray(open(path, "rb").read())
+data = bytearray(open(target, "rb").read())
 refused = 0
 for offset in np.random.default_rng(0).integers(0, len(data), 150):
     data[offset] ^= 0xFF
-    open(path, "wb").write(data)
+    open(target, "wb").write(data)
     now = read()
     data[offset] ^= 0xFF
     for name in names:
@@ -129,9 +163,12 @@ print(refused)
 """
 
 
-def test_no_flipped_byte_of_the_file_is_served(file):
+@pytest.mark.parametrize("which", ["index", "shard"])
+def test_no_flipped_byte_of_the_file_is_served(file, which):
     """In a process of its own: a broken HDF5 file must not take the test run down."""
-    done = subprocess.run([sys.executable, "-c", SWEEP, str(file)], capture_output=True, text=True, timeout=300)
+    target = file if which == "index" else shard_of(file)
+    command = [sys.executable, "-c", SWEEP, str(file), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout) > 50  # most bytes matter
 
@@ -165,13 +202,21 @@ def test_unknown_entry_is_named(file):
         reader.read("9zzz-assembly1")
 
 
-def test_unfinished_entry_is_not_listed(file, make_entry):
-    with cache.open_cache(file, "r+") as handle:
-        handle.move("entries/1abc-assembly1", "entries/.1abc-assembly1.part")  # as a killed build leaves it
-        assert StructureCache(file).entries() == ["2xyz-assembly1"]
-    with cache.open_cache(file, "r+") as handle:
-        cache.write_entry(handle, make_entry("1abc-assembly1"))
-        assert sorted(handle["entries"]) == ["1abc-assembly1", "2xyz-assembly1"]
+def test_entry_written_last_counts(file, make_entry):
+    add(file, make_entry("1abc-assembly1", seed=7))
+    with StructureCache(file) as reader:
+        assert reader.entries() == list(NAMES)
+        assert same(reader.read("1abc-assembly1"), make_entry("1abc-assembly1", seed=7))
+        assert same(reader.read("2xyz-assembly1"), make_entry("2xyz-assembly1", seed=1))
+
+
+def test_reader_keeps_its_cache_while_a_build_replaces_it(file, make_entry):
+    with StructureCache(file) as reader:
+        assert len(reader.names) == 2
+        add(file, make_entry("3new-assembly1", seed=3))
+        assert list(reader.names) == list(NAMES) and same(reader.read(NAMES[0]), make_entry(NAMES[0]))
+    with StructureCache(file) as reader:
+        assert list(reader.names) == [*NAMES, "3new-assembly1"]
 
 
 def test_another_depth_is_refused(file):
@@ -200,3 +245,4 @@ def test_description_names_entries_sizes_and_versions(file):
     text = cache.describe(file)
     for expected in ("1abc-assembly1", "2xyz-assembly1", "300", "2400", "2 entries", "rdkit", "note: a note"):
         assert expected in text
+    assert "... the first 1 of 2 entries" in cache.describe(file, limit=1)
