@@ -158,7 +158,8 @@ class StructureCache:
         try:
             size = min(MAX_META, len(data) * codec.MAX_RATIO)
             meta = json.loads(_inflate(data, size))
-            tables = {array: codec.Table(array, meta["arrays"][array]) for array in codec.STORED}
+            places = meta.pop("arrays")
+            tables = {array: codec.Table(array, places[array]) for array in codec.STORED}
             _check_sizes(tables, row)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(self.path, name, f"corrupt entry (meta: {error})") from error
