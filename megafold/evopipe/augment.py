@@ -1,21 +1,28 @@
-"""Which tokens and alignment rows of an entry one training example sees: a pure function of (entry, epoch, seed).
+"""What is random about a training example: a pure function of (entry, epoch, seed), distributed as in the baseline.
 
-Crops follow AF3 supplement 2.7 (AlphaFold-Multimer algorithms 1 and 2): contiguous, spatial, or spatial around an
-interface, with weights 0.2, 0.4, 0.4. The baseline draws them from Python's global generator; here each example has a
-generator of its own, so an epoch can be repeated or resumed at any example, with any number of workers.
+The baseline draws from Python's, numpy's and torch's global generators. Here each example has generators of its own, so
+that an epoch can be repeated, or resumed at any example, with any number of workers. Statistical tests compare every
+choice with the baseline's own functions: the chain or interface that a crop is drawn for (`WeightedPDBSampler`), the
+kind of crop and its tokens (`Biomolecule.crop`), the alignment rows (`MSAModule`), the rigid motion of each copy of the
+structure (`CentreRandomAugmentation`). What a reader would take for mistakes is repeated on purpose and says so.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
-from megafold.evopipe.layout import LIGAND, Entry
+from megafold.evopipe.layout import FIRST_ATOMISED, KINDS, LIGAND, Entry
 
-WEIGHTS = {"contiguous": 0.2, "spatial": 0.4, "interface": 0.4}
+WEIGHTS = {"contiguous": 0.2, "spatial": 0.4, "interface": 0.4}  # AF3 supplement 2.7
 INTERFACE_DISTANCE = 15.0  # angstrom, between center atoms of two chains
+CHAIN_WEIGHT, INTERFACE_WEIGHT = 0.5, 1.0  # AF3 supplement 2.5.1: beta
+TYPE_WEIGHTS = {"protein": 3.0, "rna": 3.0, "dna": 3.0, "ligand": 1.0}  # alpha
 
 
 @dataclass(frozen=True)
@@ -34,61 +41,104 @@ def generator(entry: str, epoch: int, seed: int, purpose: str) -> np.random.Gene
 
 
 def choose_crop(
-    entry: Entry, crop_size: int, *, epoch: int, seed: int, weights: dict[str, float] | None = None
+    entry: Entry,
+    crop_size: int,
+    *,
+    epoch: int,
+    seed: int,
+    weights: dict[str, float] | None = None,
+    chains: tuple[int, int] | None = None,
 ) -> Choice:
     """Choose at most `crop_size` tokens.
 
-    A structure that fits is kept whole. A spatial crop is drawn around a token of a chosen chain, an interface crop
-    around a token within 15 angstrom of another chain; where there is no second chain the weight of the interface
-    crop goes to the spatial one.
+    First the chain or the interface that the example is about, then the kind of crop: contiguous, spatial (around a
+    token of the chosen chains) or, for an interface, spatial around a token of it. A structure that fits is kept whole.
 
     Args:
         entry: the uncropped structure.
         crop_size: tokens, at least 1.
         weights: of `contiguous`, `spatial`, `interface`; AF3's by default.
+        chains: the chain (and -1) or the two chains of the example; None to choose them.
     """
     tokens, rng = entry.arrays["tokens"], generator(entry.name, epoch, seed, "crop")
-    chain = tokens["chain"]
-    present = np.unique(chain)
-    polymers = np.unique(chain[tokens["kind"] < LIGAND])
-    polymers = polymers if len(polymers) else present
-    interface = _interface_tokens(tokens) if len(present) > 1 else np.zeros(0, int)
-    weight = dict(WEIGHTS if weights is None else weights)
-    if not len(interface):
-        weight["spatial"] = weight.get("spatial", 0.0) + weight.pop("interface", 0.0)
-    kinds = [kind for kind in WEIGHTS if weight.get(kind, 0.0) > 0]
-    share = np.array([weight[kind] for kind in kinds])
-    kind = kinds[int(rng.choice(len(kinds), p=share / share.sum()))]
-    if kind == "interface":
-        center = int(rng.choice(interface))
-        partner = _nearest_other_chain(tokens, center)
-        chains = (int(chain[center]), partner)
+    weight = WEIGHTS if weights is None else weights
+    if chains is None:
+        chains = _choose_chains(tokens, rng, pairs_only=set(weight) == {"interface"})
+    kind = _choose_kind(weight, pair=chains[1] >= 0, rng=rng)
+    if kind == "contiguous":
+        keep = contiguous(tokens["chain"], crop_size, rng)
     else:
-        one = int(rng.choice(polymers))
-        center, chains = int(rng.choice(np.flatnonzero(chain == one))), (one, -1)
+        centers = np.flatnonzero(np.isin(tokens["chain"], chains))
+        if kind == "interface" and len(np.unique(tokens["chain"])) > 1:
+            # The baseline finds the interface among the tokens of the two chains, and takes their places in that
+            # selection for places in the structure.
+            near = np.flatnonzero(_near_another_chain(tokens[centers]))
+            centers = near if len(near) else centers
+        keep = spatial(tokens, int(rng.choice(centers)), crop_size)
     if len(tokens) <= crop_size:
-        return Choice(np.ones(len(tokens), bool), "whole", chains)
-    keep = contiguous(chain, crop_size, rng) if kind == "contiguous" else spatial(tokens, center, crop_size)
-    inside = np.unique(chain[keep])
+        return Choice(keep, "whole", chains)
+    return Choice(keep, kind, _kept_chains(np.unique(tokens["chain"][keep]), chains, rng))
+
+
+def chain_weights(tokens: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """[(chain, -1) or (chain, chain)] and their weights, summing to 1: AF3 supplement 2.5.1 within one structure.
+
+    An interface is a pair of chains with center atoms within 15 angstrom: one that a crop can be drawn around. Clusters
+    are not known here: each chain and each interface counts as a cluster of its own.
+    """
+    present, alpha = np.unique(tokens["chain"]), {}
+    for chain in present:
+        kinds = tokens["kind"][tokens["chain"] == chain]
+        polymer = kinds[kinds < LIGAND]
+        one = LIGAND if not len(polymer) else int(np.bincount(polymer % FIRST_ATOMISED).argmax())
+        alpha[int(chain)] = TYPE_WEIGHTS[KINDS[one]]
+    items = [(int(chain), -1) for chain in present]
+    items += [pair for pair in combinations(alpha, 2) if _touch(tokens, *pair)]
+    raw = [
+        CHAIN_WEIGHT * alpha[a] if b < 0 else INTERFACE_WEIGHT * (alpha[a] + alpha[b])
+        for a, b in items
+    ]  # fmt: skip
+    return items, np.array(raw) / sum(raw)
+
+
+def _choose_chains(tokens: np.ndarray, rng: np.random.Generator, *, pairs_only: bool) -> tuple[int, int]:
+    items, share = chain_weights(tokens)
+    if pairs_only and any(b >= 0 for _, b in items):
+        share = np.where([b >= 0 for _, b in items], share, 0)
+    return items[int(rng.choice(len(items), p=share / share.sum()))]
+
+
+def _choose_kind(weight: dict[str, float], *, pair: bool, rng: np.random.Generator) -> str:
+    kinds = [kind for kind in WEIGHTS if weight.get(kind, 0.0) > 0 and (pair or kind != "interface")]
+    if not kinds:
+        return "spatial"
+    share = np.array([weight[kind] for kind in kinds])
+    return kinds[int(rng.choice(len(kinds), p=share / share.sum()))]
+
+
+def _kept_chains(inside: np.ndarray, chains: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
+    """The chains of the example that are in the crop; others, at random, when neither is."""
     kept = tuple(one if one in inside else -1 for one in chains)
-    return Choice(keep, kind, kept if any(one >= 0 for one in kept) else (int(inside[0]), -1))
+    if max(kept) >= 0:
+        return kept
+    if chains[1] >= 0 and len(inside) > 1:
+        return tuple(sorted(int(one) for one in rng.choice(inside, 2, replace=False)))
+    return int(rng.choice(inside)), -1
 
 
 def contiguous(chain: np.ndarray, crop_size: int, rng: np.random.Generator) -> np.ndarray:
-    """AlphaFold-Multimer algorithm 1: a run of tokens of each chain, chains in random order. bool [N]."""
-    keep, added = np.zeros(len(chain), bool), 0
-    present = np.unique(chain)
-    sizes = {one: int((chain == one).sum()) for one in present}
-    remaining = len(chain)
-    for one in rng.permutation(present):
-        size = sizes[one]
-        remaining -= size
-        largest = min(crop_size - added, size)
-        smallest = min(size, max(0, crop_size - added - remaining))
-        length = int(rng.integers(smallest, largest + 1))
-        start = int(rng.integers(0, size - length + 1))
-        keep[np.flatnonzero(chain == one)[start : start + length]] = True
-        added += length
+    """A run of tokens of each chain, chains in random order. bool [N].
+
+    AlphaFold-Multimer algorithm 1 with the baseline's count of what remains: it takes each chain whole until the crop
+    is full, and a run of the last one.
+    """
+    keep, left = np.zeros(len(chain), bool), crop_size
+    for one in rng.permutation(np.unique(chain)):
+        mine = np.flatnonzero(chain == one)
+        length = min(len(mine), left)
+        start = int(rng.integers(0, len(mine) - length + 1))
+        keep[mine[start : start + length]] = True
+        left -= length
     return keep
 
 
@@ -96,34 +146,94 @@ def spatial(tokens: np.ndarray, center: int, crop_size: int) -> np.ndarray:
     """AlphaFold-Multimer algorithm 2: the tokens nearest to a token; ties go to the earlier one. bool [N]."""
     position = tokens["crop_position"].astype(np.float64)
     distance = np.linalg.norm(position - position[center], axis=-1) + 1e-3 * np.arange(len(tokens))
-    distance[center] = -1.0
     keep = np.zeros(len(tokens), bool)
     keep[np.argsort(distance, kind="stable")[:crop_size]] = True
     return keep
 
 
-def _interface_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Tokens within 15 angstrom of a token of another chain; a grid search, because N^2 distances may not fit."""
+def _near_another_chain(tokens: np.ndarray) -> np.ndarray:
+    """Which tokens are within 15 angstrom of a token of another chain; trees, because N^2 distances may not fit."""
     from scipy.spatial import cKDTree
 
-    position, chain = tokens["crop_position"], tokens["chain"]
+    position, chain = tokens["crop_position"].astype(np.float64), tokens["chain"]
     found = np.zeros(len(tokens), bool)
     for one in np.unique(chain):
         mine = chain == one
-        nearest, _ = cKDTree(position[~mine]).query(position[mine], distance_upper_bound=INTERFACE_DISTANCE)
-        found[mine] = np.isfinite(nearest)
-    return np.flatnonzero(found)
+        if not mine.all():
+            nearest, _ = cKDTree(position[~mine]).query(position[mine], distance_upper_bound=INTERFACE_DISTANCE)
+            found[mine] = np.isfinite(nearest)
+    return found
 
 
-def _nearest_other_chain(tokens: np.ndarray, center: int) -> int:
-    other = np.flatnonzero(tokens["chain"] != tokens["chain"][center])
-    distance = np.linalg.norm(tokens["crop_position"][other] - tokens["crop_position"][center], axis=-1)
-    return int(tokens["chain"][other[distance.argmin()]])
+def _touch(tokens: np.ndarray, first: int, second: int) -> bool:
+    """Are some tokens of two chains within 15 angstrom?"""
+    from scipy.spatial import cKDTree
+
+    a, b = (tokens["crop_position"][tokens["chain"] == one].astype(np.float64) for one in (first, second))
+    if (a.min(axis=0) > b.max(axis=0) + INTERFACE_DISTANCE).any():
+        return False
+    if (b.min(axis=0) > a.max(axis=0) + INTERFACE_DISTANCE).any():
+        return False
+    nearest, _ = cKDTree(a).query(b, distance_upper_bound=INTERFACE_DISTANCE)
+    return bool(np.isfinite(nearest).any())
 
 
 def choose_rows(entry: str, available: int, wanted: int, *, epoch: int, seed: int) -> np.ndarray:
-    """Alignment rows of one example, ascending, int64 [min(available, wanted)]: the query and a random rest."""
+    """Alignment rows of one example, ascending, int64 [min(available, wanted)].
+
+    Any subset is as likely as any other, as in the baseline and in AF3: the query is not always among them (its
+    residue types are token features anyway). The order of the rows does not matter to the model.
+    """
     if available <= wanted:
         return np.arange(available)
-    rng = generator(entry, epoch, seed, "msa")
-    return np.r_[0, np.sort(rng.choice(np.arange(1, available), size=wanted - 1, replace=False))]
+    return np.sort(generator(entry, epoch, seed, "msa").choice(available, size=wanted, replace=False))
+
+
+def rigid_motions(
+    entry: str, copies: int, *, epoch: int, seed: int, scale: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rotations float32 [copies, 3, 3] and translations float32 [copies, 3] (angstrom) of AF3 algorithm 19.
+
+    The rotations are the baseline's: three Euler angles, each uniform, which is not the uniform distribution of
+    rotations.
+
+    Args:
+        entry: the entry's id.
+        copies: of the structure in one training step.
+        scale: standard deviation of each coordinate of the translation, angstrom.
+    """
+    rng = generator(entry, epoch, seed, "rigid motion")
+    (a, b, c), zero = rng.uniform(0, 2 * np.pi, (3, copies)), np.zeros(copies)
+    one = zero + 1
+    about_z = [[np.cos(a), -np.sin(a), zero], [np.sin(a), np.cos(a), zero], [zero, zero, one]]
+    about_y = [[np.cos(b), zero, np.sin(b)], [zero, one, zero], [-np.sin(b), zero, np.cos(b)]]
+    about_x = [[one, zero, zero], [zero, np.cos(c), -np.sin(c)], [zero, np.sin(c), np.cos(c)]]
+    z, y, x = (np.moveaxis(np.array(matrix), -1, 0) for matrix in (about_z, about_y, about_x))
+    translations = rng.normal(0, scale, (copies, 3))
+    return (z @ y @ x).astype(np.float32), translations.astype(np.float32)
+
+
+@contextmanager
+def seeded_augmentation(model, entry: str, *, epoch: int, seed: int) -> Iterator[None]:
+    """Inside, the training augmentation of a stock `Alphafold3` is that of `rigid_motions`, not of torch's generator.
+
+    Args:
+        model: any `alphafold3_pytorch.Alphafold3`; its module `augmenter` is put back afterwards.
+        entry: the entry's id, or of several entries of a batch joined.
+    """
+    import torch
+
+    augmenter = model.augmenter
+
+    def drawn(which: int):
+        def draw(count: int):
+            motion = rigid_motions(entry, count, epoch=epoch, seed=seed, scale=augmenter.trans_scale)[which]
+            return torch.from_numpy(motion).to(augmenter.device)
+
+        return draw
+
+    augmenter._random_rotation_matrix, augmenter._random_translation_vector = drawn(0), drawn(1)
+    try:
+        yield
+    finally:
+        del augmenter._random_rotation_matrix, augmenter._random_translation_vector

@@ -49,7 +49,7 @@ def test_spatial_crop_is_the_neighbourhood_of_its_center(entry):
 
 def test_interface_crop_holds_both_chains(entry):
     for epoch in range(20):
-        choice = augment.choose_crop(entry, 30, epoch=epoch, seed=0, weights={"interface": 1.0})
+        choice = augment.choose_crop(entry, 30, epoch=epoch, seed=0, weights={"interface": 1.0}, chains=(0, 1))
         assert len(np.unique(entry.arrays["tokens"]["chain"][choice.keep])) > 1 and choice.chains[1] >= 0
 
 
@@ -64,10 +64,18 @@ def test_structure_that_fits_is_kept_whole(entry):
     assert choice.kind == "whole" and choice.keep.all()
 
 
-def test_all_kinds_occur_with_the_published_weights(entry):
-    kinds = [augment.choose_crop(entry, 30, epoch=epoch, seed=3).kind for epoch in range(400)]
-    for kind, weight in augment.WEIGHTS.items():
-        assert abs(kinds.count(kind) / 400 - weight) < 0.1
+@pytest.mark.parametrize(("chains", "expected"), [((0, 1), (0.2, 0.4, 0.4)), ((0, -1), (1 / 3, 2 / 3, 0))])
+def test_kinds_occur_with_the_published_weights(entry, chains, expected):
+    kinds = [augment.choose_crop(entry, 30, epoch=epoch, seed=3, chains=chains).kind for epoch in range(600)]
+    for kind, share in zip(augment.WEIGHTS, expected):
+        assert abs(kinds.count(kind) / 600 - share) < 0.06
+
+
+def test_chains_and_interfaces_have_the_published_weights(entry):
+    """Two proteins and a ligand in a row: three chains, two interfaces (the outer ones are 20 angstrom apart)."""
+    items, share = augment.chain_weights(entry.arrays["tokens"])
+    assert items == [(0, -1), (1, -1), (2, -1), (0, 1), (1, 2)]
+    assert np.allclose(share * (1.5 + 1.5 + 0.5 + 6 + 4), [1.5, 1.5, 0.5, 6, 4])
 
 
 def test_choice_depends_on_entry_epoch_and_seed_only(entry, make_entry):
@@ -87,14 +95,17 @@ def test_choice_is_the_same_on_every_machine():
         538950986,
         983020766,
     ]
-    assert augment.choose_rows("1abc-assembly1", 1000, 4, epoch=2, seed=7).tolist() == [0, 845, 885, 901]
+    assert augment.choose_rows("1abc-assembly1", 1000, 4, epoch=2, seed=7).tolist() == [510, 844, 884, 900]
+    rotations, translations = augment.rigid_motions("1abc-assembly1", 2, epoch=2, seed=7)
+    assert np.allclose(rotations[1, 0], [0.168406, -0.028564, 0.985304], atol=1e-6)
+    assert np.allclose(translations[1], [0.099474, 1.800186, -0.257238], atol=1e-6)
 
 
 @pytest.mark.parametrize(("available", "wanted", "expected"), [(1, 1, 1), (1, 64, 1), (50, 64, 50), (500, 64, 64)])
-def test_alignment_rows_start_with_the_query_and_ascend(available, wanted, expected):
+def test_alignment_rows_ascend(available, wanted, expected):
     for epoch in range(5):
         rows = augment.choose_rows("1abc-assembly1", available, wanted, epoch=epoch, seed=0)
-        assert len(rows) == expected and rows[0] == 0 and (np.diff(rows) > 0).all() and rows[-1] < available
+        assert len(rows) == expected and (np.diff(rows) > 0).all() and 0 <= rows[0] <= rows[-1] < available
 
 
 def test_alignment_rows_change_with_the_epoch():
