@@ -30,25 +30,70 @@ CacheFile = Annotated[Path | None, typer.Option("--cache", help="EvoPipe cache (
 
 @cache.command("build")
 def cache_build(
-    out: Annotated[Path, typer.Option(help="HDF5 file to write; finished entries in it are kept")],
+    out: Annotated[Path, typer.Option(help="cache to write (HDF5); finished entries in it are kept")],
     data: Annotated[Path | None, typer.Option(help="YAML with a `data:` section; without it the sample set")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes")] = 1,
     msa_depth: Annotated[int, typer.Option(min=1, help="alignment rows kept for each entry")] = 16384,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for one structure, with several processes")] = 600.0,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="make one of N parts, or `task`; then merge")] = None,
 ) -> None:
     """Featurise structures into a cache; what cannot be featurised is listed with its reason."""
     from experiments.spec import read_yaml
     from megafold.evopipe.build import build_cache
+    from megafold.evopipe.parts import parse_part
     from megafold.evopipe.source_file import write_source
     from megafold.evopipe.sources import load_data_section
 
     section = {"sample": True} if data is None else read_yaml(data).get("data")
     source = load_data_section(section, data or Path("sample.yaml"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    report = build_cache(source, out, workers=workers, msa_depth=msa_depth)
+    part = None if shard is None else parse_part(shard)
+    report = build_cache(source, out, workers=workers, msa_depth=msa_depth, timeout=timeout, part=part)
     typer.echo(str(report))
-    if not report.built and not report.skipped:
+    if report.failed and not report.built and not report.skipped:
         raise typer.Exit(1)
     write_source(out, source)
+
+
+@cache.command("merge")
+def cache_merge(path: Path) -> None:
+    """Write the index of all finished shards: the last step after `build --shard` on several machines."""
+    from megafold.evopipe.merge import merge, report_path
+
+    report = merge(path)
+    typer.echo(f"{report}\nreport: {report_path(path)}")
+    raise typer.Exit(bool(report.problems))
+
+
+@cache.command("repair")
+def cache_repair(path: Path) -> None:
+    """Keep what is sound, drop what is damaged (the next build makes it anew), pack small shards, write the index."""
+    from megafold.evopipe.merge import repair
+
+    typer.echo(str(repair(path, typer.echo)))
+
+
+@cache.command("measure")
+def cache_measure(
+    path: Path,
+    crop_size: Annotated[int, typer.Option(min=1, help="tokens of a crop")] = 384,
+    msa_depth: Annotated[int, typer.Option(min=1, help="alignment rows of a crop")] = 1024,
+) -> None:
+    """Measure shapes and compression of blocks on the entries of a cache: bytes, and time to write and to read."""
+    from megafold.evopipe.measure_layout import measure_layout
+
+    typer.echo(measure_layout(path, crop_size=crop_size, msa_depth=msa_depth))
+
+
+@cache.command("simulate")
+def cache_simulate(
+    folder: Annotated[Path, typer.Argument(help="folder for the generated caches")],
+    entries: Annotated[list[int], typer.Option(min=1, help="size of a cache; may be repeated")],
+) -> None:
+    """Generate caches of many small entries; measure time and memory to open one and to find entries in it."""
+    from megafold.evopipe.simulate import simulate
+
+    typer.echo(simulate(folder, entries))
 
 
 @cache.command("inspect")
