@@ -22,7 +22,8 @@ class Problem:
     """The inputs of one call as kernels take them.
 
     q, k, v and the mask are used through their strides (copied only when the last dimension is not contiguous). The
-    bias, which every row reads, is made contiguous, padded to whole tiles, and bf16 when q is.
+    bias, which every row reads, is made contiguous, padded to whole tiles, and bf16 when q is. A mask that is the same
+    for all rows, as in triangle attention, goes into the bias, so that the kernels need not look at it.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Problem:
         self.q, self.k, self.v = (last_contiguous(t) for t in (q, k, v))
         self.B, self.R, self.H, self.NQ, self.D = q.shape
         self.NK = k.shape[3]
+        if bias is not None and mask is not None and (self.R == 1 or mask.stride(1) == 0):
+            bias, mask = bias.masked_fill(~mask[:, :1, None], float("-inf")), None
         self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
         self._descriptors: dict[tuple, TensorDescriptor] = {}

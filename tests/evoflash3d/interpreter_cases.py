@@ -15,6 +15,7 @@ import torch
 from megafold.evoflash3d import reference
 from megafold.evoflash3d.forward import launch_forward
 from megafold.evoflash3d.gradients import launch_backward
+from megafold.evoflash3d.launch import Problem
 from megafold.testing import check_budget
 
 FP32, FP16 = torch.float32, torch.float16
@@ -24,6 +25,7 @@ CASES = {
     "mask with an empty row, dropout, shard offsets, lse": (2, 2, 2, 17, 33, 16, FP32, FP32, True, 0.3, True, 32, 32),
     "no bias, odd lengths": (1, 2, 2, 19, 35, 32, FP32, None, False, 0.0, False, 32, 32),
     "no bias, mask": (1, 2, 1, 32, 35, 8, FP32, None, True, 0.0, True, 32, 32),
+    "one mask for all rows, an empty one": (2, 2, 2, 17, 33, 16, FP32, FP32, "shared", 0.0, True, 32, 32),
     "fp16": (1, 2, 2, 32, 64, 32, FP16, FP16, True, 0.0, True, 32, 32),
     "fp16 with fp32 bias": (1, 2, 1, 33, 32, 64, FP16, FP32, False, 0.0, False, 32, 32),
     "single query": (1, 1, 1, 1, 3, 8, FP32, FP32, False, 0.0, False, 16, 16),
@@ -42,8 +44,9 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     bias = None if bias_dtype is None else torch.randn(batch, heads, queries, keys, dtype=bias_dtype)
     mask = None
     if masked:
-        mask = torch.rand(batch, rows, keys) > 0.3
+        mask = torch.rand(batch, 1 if masked == "shared" else rows, keys) > 0.3
         mask[0, 0] = False
+        mask = mask.expand(batch, rows, keys)
     seed, offsets, scale = torch.tensor([1234567890123456789]), [1, 2, 3, 4, 5], 0.3
     grad_lse = torch.randn(batch, rows, heads, queries) if with_lse else None
     options = (seed, scale, dropout_p, offsets)
@@ -68,6 +71,9 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     finite = torch.isfinite(exact_lse)
     close = torch.allclose(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
     results.append(["lse", close and bool((torch.isfinite(lse) == finite).all()), f"{int((~finite).sum())} empty"])
+    if masked == "shared":
+        problem = Problem(q, k, v, bias, mask, *options)
+        results.append(["mask in the bias", problem.mask is None, "kernels read no mask"])
     if masked:
         empty = all(bool((t[0, 0] == 0).all()) for t in (out, *grads[:3]))
         results.append(["row without keys", empty, "output and gradients 0"])
