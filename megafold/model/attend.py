@@ -1,4 +1,4 @@
-"""Attention with a bias that several rows share: one signature, three ways to compute it.
+"""Attention with a bias that several rows share: one signature, several ways to compute it.
 
 Triangle attention (rows: the rows of the pair representation), the single attention (one row) and the token transformer
 (rows: the augmentations of a structure) all are
@@ -6,7 +6,7 @@ Triangle attention (rows: the rows of the pair representation), the single atten
     softmax(q k^T / sqrt(D) + bias) v,    q [G, R, H, Nq, D]    k, v [G, R, H, Nk, D]    bias [G, H, Nq, Nk]
 
 with a mask [G, 1 or Nq, Nk], True where a key may be seen. Another way to compute it is one more function here, and one
-more case in :func:`megafold.model.optimize._attend_for`.
+more case in :func:`megafold.model.replacements._attend_for`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,16 @@ def attend_evoflash3d(
     if mask is not None:
         mask = mask.expand(-1, q.shape[1], -1)
     return evoflash3d(q, k, v, bias, mask, dropout_p=dropout_p)
+
+
+def attend_by_device(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *, dropout_p: float = 0.0
+) -> Tensor:
+    """Through EvoFlash-3D where its kernels run on q's device and dtype, else through SDPA."""
+    from megafold.evoflash3d.api import uses_kernels
+
+    way = attend_evoflash3d if uses_kernels(q.device, q.dtype) else attend_sdpa
+    return way(q, k, v, bias, mask, dropout_p=dropout_p)
 
 
 def _with_mask(bias: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from alphafold3_pytorch.attention import full_attn_bias_to_windowed, full_pairwise_repr_to_windowed
 from torch import Tensor
 
-from megafold.model.repeated import Repeated, once_and_copies
+from megafold.model.repeated import Repeated, once_and_copies, remembered
 from megafold.model.windows import in_windows, with_previous
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def pair_bias_attention(
     normalises a pair representation of more than 2e9 elements too.
     """
     once, copies = once_and_copies(pairwise_repr)
-    bias = self.to_attn_bias(self.to_attn_bias_norm(once))
+    bias = remembered(pairwise_repr, self, lambda: self.to_attn_bias(self.to_attn_bias_norm(once)))
     if attn_bias is not None:
         bias, copies = Repeated(bias, copies).materialize() + attn_bias.unsqueeze(1), 1
     mask = None if mask is None else mask[::copies]

@@ -7,13 +7,15 @@ has B elements, the rest b.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from alphafold3_pytorch.attention import full_pairwise_repr_to_windowed
 from torch import Tensor
 
+from megafold.model.recompute import recomputed
 from megafold.model.repeated import Repeated, materialize, on_once, plus, scaled
+from megafold.model.tokens import to_atoms, token_of_atom
 from megafold.model.windows import in_windows, with_previous
 
 if TYPE_CHECKING:
@@ -21,28 +23,89 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+class Shared(NamedTuple):
+    """What a structure's augmentations and all noise levels have in common.
+
+    pairs [b, N, N, c] conditioned, with room for each layer's bias; singles [b, N, d] normalised; atom_feats
+    [b, M, da]; atompairs [b, nw, w, 2w, dap] with the tokens' pairs added; windowed_mask [B, nw, w, 2w]; lengths, atoms
+    a token [b, N].
+    """
+
+    pairs: Repeated
+    singles: Repeated
+    atom_feats: Repeated
+    atompairs: Tensor
+    windowed_mask: Tensor | None
+    lengths: Tensor
+
+
 def denoise(
     self: Module,
     noised_atom_pos: Tensor,
     *,
-    atom_feats: Tensor | Repeated,
-    atompair_feats: Tensor | Repeated,
     atom_mask: Tensor,
     times: Tensor,
     mask: Tensor,
+    molecule_atom_lens: Tensor,
+    missing_atom_mask: Tensor | None = None,
+    memory: dict[Any, Any] | None = None,
+    **features: Tensor | Repeated | None,
+) -> Tensor:
+    """``DiffusionModule.forward`` (AF3 algorithm 20): noised_atom_pos [B, M, 3], noise ``times`` [B] -> [B, M, 3].
+
+    The features (see :func:`share`) may be :class:`Repeated`. Integer and boolean arguments come with B elements, equal
+    for all copies of a structure. Where ``times`` is one number expanded over the batch, the single conditioning is
+    shared too. A ``memory`` keeps what depends on the features alone, for the next call with the same ones; it holds no
+    graph, so it is for calls without gradients.
+    """
+    shared = None if memory is None else memory.get(Shared)
+    if shared is None:
+        shared = share(self, molecule_atom_lens=molecule_atom_lens, memory=memory, **features)
+        if memory is not None:
+            memory[Shared] = shared
+    atom_feats, pairs, lengths, atoms_total = shared.atom_feats, shared.pairs, shared.lengths, noised_atom_pos.shape[1]
+    single = recomputed(_condition_single, self, self.single_conditioner, times, shared.singles)
+
+    positions = self.atom_pos_to_atom_feat(noised_atom_pos)
+    if missing_atom_mask is not None:
+        positions = torch.where(missing_atom_mask.unsqueeze(-1), self.missing_atom_feat, positions)
+    atoms = plus(positions, atom_feats)
+    atom_cond = on_once(lambda t: to_atoms(self.single_repr_to_atom_feat_cond(t), lengths, atoms_total), single)
+    atom_context = {
+        "mask": atom_mask,
+        "windowed_mask": shared.windowed_mask,
+        "single_repr": plus(atom_cond, atom_feats),
+        "pairwise_repr": recomputed(_condition_atompairs, self, self, atoms, shared.atompairs, pairs.copies),
+    }
+    atoms = self.atom_encoder(atoms, **atom_context)
+
+    tokens = self.atom_feats_to_pooled_token(
+        atom_feats=atoms, atom_mask=atom_mask, molecule_atom_lens=molecule_atom_lens
+    )
+    tokens = plus(on_once(self.cond_tokens_with_cond_single, single), tokens)
+    if self.token_transformer.has_registers:  # the stock module pads both, which only tensors can take
+        single, pairs = materialize(single), materialize(pairs)
+    tokens = self.token_transformer(tokens, mask=mask, single_repr=single, pairwise_repr=pairs)
+    tokens = self.tokens_to_atom_decoder_input_cond(self.attended_token_norm(tokens))
+
+    atoms = self.atom_decoder(to_atoms(tokens, lengths, atoms_total) + atoms, **atom_context)
+    return self.atom_feat_to_atom_pos_update(atoms)
+
+
+def share(
+    self: Module,
+    *,
+    atom_feats: Tensor | Repeated,
+    atompair_feats: Tensor | Repeated,
     single_trunk_repr: Tensor | Repeated,
     single_inputs_repr: Tensor | Repeated,
     pairwise_trunk: Tensor | Repeated,
     pairwise_rel_pos_feats: Tensor | Repeated,
     molecule_atom_lens: Tensor,
     atom_parent_ids: Tensor | None = None,
-    missing_atom_mask: Tensor | None = None,
-) -> Tensor:
-    """``DiffusionModule.forward`` (AF3 algorithm 20): noised_atom_pos [B, M, 3], noise ``times`` [B] -> [B, M, 3].
-
-    The features may be :class:`Repeated`. Integer and boolean arguments come with B elements, equal for all copies of a
-    structure. Where ``times`` is one number expanded over the batch, the single conditioning is shared too.
-    """
+    memory: dict[Any, Any] | None = None,
+) -> Shared:
+    """What the diffusion module makes of its features alone; they are [B, ...] or stand for as much."""
     features = (
         atom_feats,
         atompair_feats,
@@ -54,39 +117,18 @@ def denoise(
     if not all(isinstance(feature, Repeated) for feature in features):
         features = tuple(Repeated(materialize(feature), 1) for feature in features)
     copies = features[0].copies
-    atom_feats, (atompairs, *trunk) = features[0], (feature.once for feature in features[1:])
-    single_trunk, single_inputs, pairwise_trunk, relative_positions = trunk
-    token, is_atom = _token_of_atom(molecule_atom_lens[::copies], noised_atom_pos.shape[1])
-
-    pairs = self.pairwise_conditioner(pairwise_trunk=pairwise_trunk, pairwise_rel_pos_feats=relative_positions)
-    single_features = Repeated(torch.cat((single_trunk, single_inputs), dim=-1), copies)
-    single = _condition_single(self.single_conditioner, times, single_features)
-
-    positions = self.atom_pos_to_atom_feat(noised_atom_pos)
-    if missing_atom_mask is not None:
-        positions = torch.where(missing_atom_mask.unsqueeze(-1), self.missing_atom_feat, positions)
-    atoms = plus(positions, atom_feats)
-    atom_cond = _to_atoms(on_once(self.single_repr_to_atom_feat_cond, single), token, is_atom)
-    atom_context = {
-        "mask": atom_mask,
-        "windowed_mask": _same_parent(atom_parent_ids, self.atoms_per_window, copies),
-        "single_repr": plus(atom_cond, atom_feats),
-        "pairwise_repr": _condition_atompairs(self, atoms, atompairs, pairs, token, copies),
-    }
-    atoms = self.atom_encoder(atoms, **atom_context)
-
-    tokens = self.atom_feats_to_pooled_token(
-        atom_feats=atoms, atom_mask=atom_mask, molecule_atom_lens=molecule_atom_lens
+    atom_feats, atompairs, single_trunk, single_inputs, pairwise_trunk, relative = (t.once for t in features)
+    lengths = molecule_atom_lens[::copies]
+    pairs = self.pairwise_conditioner(pairwise_trunk=pairwise_trunk, pairwise_rel_pos_feats=relative)
+    singles = self.single_conditioner.norm_single(torch.cat((single_trunk, single_inputs), dim=-1))
+    return Shared(
+        pairs=Repeated(pairs, copies, memory),
+        singles=Repeated(singles, copies),
+        atom_feats=Repeated(atom_feats, copies),
+        atompairs=_with_token_pairs(self, atompairs, pairs, lengths, atom_feats.shape[1]),
+        windowed_mask=_same_parent(atom_parent_ids, self.atoms_per_window, copies),
+        lengths=lengths,
     )
-    tokens = plus(on_once(self.cond_tokens_with_cond_single, single), tokens)
-    pairs = Repeated(pairs, copies)
-    if self.token_transformer.has_registers:  # the stock module pads both, which only tensors can take
-        single, pairs = materialize(single), materialize(pairs)
-    tokens = self.token_transformer(tokens, mask=mask, single_repr=single, pairwise_repr=pairs)
-    tokens = self.tokens_to_atom_decoder_input_cond(self.attended_token_norm(tokens))
-
-    atoms = self.atom_decoder(_to_atoms(tokens, token, is_atom) + atoms, **atom_context)
-    return self.atom_feat_to_atom_pos_update(atoms)
 
 
 def adaptive_layer_norm(self: Module, x: Tensor, cond: Tensor | Repeated) -> Tensor:
@@ -116,54 +158,35 @@ def confidence_of_copies(self: ConfidenceHead, **kwargs: object) -> object:
     return type(self).forward(self, **{name: materialize(value) for name, value in kwargs.items()})
 
 
-def _condition_single(conditioner: Module, noise: Tensor, features: Repeated) -> Tensor | Repeated:
-    """``SingleConditioning`` (AF3 algorithm 21): noise [B], features [b, N, d] -> [B, N, d], or one copy of it."""
-    one_level = features.copies > 1 and noise.stride(0) == 0
-    noise = noise[:: features.copies] if one_level else noise
+def _condition_single(conditioner: Module, noise: Tensor, singles: Repeated) -> Tensor | Repeated:
+    """``SingleConditioning`` (AF3 algorithm 21): noise [B], normalised singles [b, N, d] -> [B, N, d], or one copy."""
+    one_level = singles.copies > 1 and noise.stride(0) == 0
+    noise = noise[:: singles.copies] if one_level else noise
     fourier = conditioner.fourier_embed((noise / conditioner.sigma_data).clamp(min=conditioner.eps).log() * 0.25)
     fourier = conditioner.fourier_to_single(conditioner.norm_fourier(fourier)).unsqueeze(1)
-    single = plus(
-        Repeated(fourier, features.copies) if one_level else fourier, on_once(conditioner.norm_single, features)
-    )
+    single = plus(Repeated(fourier, singles.copies) if one_level else fourier, singles)
     for transition in conditioner.transitions:
         single = plus(on_once(transition, single), single)
     return single
 
 
-def _condition_atompairs(
-    self: Module, atoms: Tensor, atompairs: Tensor, pairs: Tensor, token: Tensor, copies: int
-) -> Tensor:
-    """Atom pairs [B, nw, w, 2w, c] from those of the input (b), token pairs [b, N, N, c'] and noised atoms (B)."""
-    size, tokens = self.atoms_per_window, pairs.shape[1]
+def _with_token_pairs(self: Module, atompairs: Tensor, pairs: Tensor, lengths: Tensor, atoms: int) -> Tensor:
+    """Atom pairs of the input [b, nw, w, 2w, c] (or [b, M, M, c]) plus those of their tokens [b, N, N, c']."""
+    size, tokens = self.atoms_per_window, pairs.shape[2]  # rows may be a block of them
     if atompairs.ndim == 4:
         atompairs = full_pairwise_repr_to_windowed(atompairs, window_size=size)
-    windows = in_windows(token, size)
+    windows = in_windows(token_of_atom(lengths, atoms)[0], size)
     index = windows.unsqueeze(-1) * tokens + with_previous(windows).unsqueeze(-2)
     of_tokens = self.pairwise_repr_to_atompair_feat_cond(pairs).flatten(1, 2)
     of_tokens = of_tokens.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, of_tokens.shape[-1]))
-    shared = of_tokens.unflatten(1, index.shape[1:]) + atompairs
-
-    rows, columns = in_windows(self.atom_repr_to_atompair_feat_cond(atoms), size).chunk(2, dim=-1)
-    conditioned_pairs = plus(Repeated(shared, copies), rows.unsqueeze(3)) + with_previous(columns).unsqueeze(2)
-    return self.atompair_feats_mlp(conditioned_pairs) + conditioned_pairs
+    return of_tokens.unflatten(1, index.shape[1:]) + atompairs
 
 
-def _token_of_atom(atoms_a_token: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """[b, N] -> the token that each atom belongs to and whether it is an atom at all, both [b, atoms]."""
-    ends = atoms_a_token.cumsum(dim=-1)
-    position = torch.arange(atoms, device=ends.device).expand(ends.shape[0], -1).contiguous()
-    is_atom = position < ends[:, -1:]
-    return torch.searchsorted(ends, position, right=True).masked_fill(~is_atom, 0), is_atom
-
-
-def _to_atoms(values: Tensor | Repeated, token: Tensor, is_atom: Tensor) -> Tensor | Repeated:
-    """What each token has, for each of its atoms: [B, N, d] -> [B, M, d], 0 where there is no atom."""
-    if isinstance(values, Repeated):
-        return Repeated(_to_atoms(values.once, token, is_atom), values.copies)
-    width = values.shape[-1]
-    grouped = values.unflatten(0, (token.shape[0], -1))
-    index = token[:, None, :, None].expand(-1, grouped.shape[1], -1, width)
-    return grouped.gather(2, index).masked_fill(~is_atom[:, None, :, None], 0.0).flatten(0, 1)
+def _condition_atompairs(self: Module, atoms: Tensor, atompairs: Tensor, copies: int) -> Tensor:
+    """Atom pairs [B, nw, w, 2w, c] from those shared by the copies and from the noised atoms [B, M, da]."""
+    rows, columns = in_windows(self.atom_repr_to_atompair_feat_cond(atoms), self.atoms_per_window).chunk(2, dim=-1)
+    pairs = plus(Repeated(atompairs, copies), rows.unsqueeze(3)) + with_previous(columns).unsqueeze(2)
+    return self.atompair_feats_mlp(pairs) + pairs
 
 
 def _same_parent(parents: Tensor | None, size: int, copies: int) -> Tensor | None:

@@ -17,19 +17,36 @@ class Plan:
         shared_conditioning: what the augmentations of the diffusion module have in common (pair conditioning, attention
             biases of the token transformer, atom and atom-pair features before noise enters) is computed once a
             structure and broadcast, instead of once an augmentation.
+        shared_rollout: what the network evaluations of a rollout have in common (pair conditioning and all attention
+            biases of the token transformer) is computed once a rollout; needs ``shared_conditioning``.
+        asynchronous: the forward of a training step waits for the device only where the host must know a number.
+        chunked_heads: distogram and confidence head and the losses on pairs of atoms work on a part at a time; the
+            confidence head's gradients are summed up as they come.
+        recompute: under checkpointing one tensor is kept for each block of the diffusion transformers, and atom pairs,
+            single conditioning and position encodings are computed again in the backward.
         sdpa: attention goes through ``torch.nn.functional.scaled_dot_product_attention``.
-        evoflash3d: triangle, single and token attention go through :func:`megafold.evoflash3d.api.evoflash3d`; what
-            that kernel cannot express stays with ``sdpa`` (if on) or with the stock code.
+        evoflash3d: triangle, single and token attention go through :func:`megafold.evoflash3d.api.evoflash3d`. What
+            that kernel cannot express, and devices that its kernels do not run on, stay with ``sdpa`` (if on), else
+            with the stock code or the kernel's reference.
     """
 
     shared_conditioning: bool = True
+    shared_rollout: bool = True
+    asynchronous: bool = True
+    chunked_heads: bool = True
+    recompute: bool = True
     sdpa: bool = True
-    evoflash3d: bool = False
+    evoflash3d: bool = True
 
     @classmethod
     def none(cls) -> Plan:
         """The stock model: every switch off."""
         return cls(**{field.name: False for field in fields(cls)})
+
+    @classmethod
+    def only(cls, *switches: str) -> Plan:
+        """Every switch off but ``switches``."""
+        return cls(**{field.name: field.name in switches for field in fields(cls)})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None, file: str = "plan") -> Plan:

@@ -22,11 +22,13 @@ _COORDINATES = 3
 class Repeated(NamedTuple):
     """``copies`` equal copies of every element of the batch ``once`` [b, ...]; stands for [b * copies, ...].
 
-    A NamedTuple, so that whatever walks over arguments (FSDP, checkpointing) finds the tensor inside.
+    A NamedTuple, so that whatever walks over arguments (FSDP, checkpointing) finds the tensor inside. With a ``memory``
+    modules keep there what they make of it, for as long as the caller keeps the memory (see :func:`remembered`).
     """
 
     once: Tensor
     copies: int
+    memory: dict[Any, Any] | None = None
 
     @property
     def ndim(self) -> int:
@@ -57,6 +59,16 @@ def materialize(value: Any) -> Any:
 def once_and_copies(value: Tensor | Repeated) -> tuple[Tensor, int]:
     """The distinct elements of the batch and how often each stands in it (1 for a tensor)."""
     return (value.once, value.copies) if isinstance(value, Repeated) else (value, 1)
+
+
+def remembered(value: Tensor | Repeated, owner: object, make: Callable[[], Tensor]) -> Tensor:
+    """``make()``, or what it gave when ``owner`` last asked it of ``value``, if that has a memory."""
+    memory = value.memory if isinstance(value, Repeated) else None
+    if memory is None:
+        return make()
+    if owner not in memory:
+        memory[owner] = make()
+    return memory[owner]
 
 
 def on_once(function: Callable[[Tensor], Tensor], value: Tensor | Repeated) -> Tensor | Repeated:

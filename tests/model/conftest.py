@@ -19,7 +19,14 @@ Step = tuple[Tensor, dict[str, Tensor]]
 ROUNDINGS = 64 * 2.0**-24
 
 
-def _batch(*lengths: int, msa: bool = True, templates: bool = True, confidence: bool = False, seed: int = 0) -> Batch:
+def _batch(
+    *lengths: int,
+    msa: bool = True,
+    templates: bool = True,
+    confidence: bool = False,
+    distances: bool = False,
+    seed: int = 0,
+) -> Batch:
     """One structure of each length (tokens), of 1 to 5 atoms a token, padded to the longest; two chains a structure."""
     g = torch.Generator().manual_seed(seed)
     size, tokens = len(lengths), max(lengths)
@@ -64,7 +71,19 @@ def _batch(*lengths: int, msa: bool = True, templates: bool = True, confidence: 
         batch["atom_indices_for_frame"] = torch.where((lens >= 3)[..., None], frames, -1)
         batch["resolved_labels"] = torch.randint(0, 2, (size, atoms), generator=g)
         batch["resolution"] = torch.full((size,), 2.0)
+    if distances:
+        batch["distance_labels"] = torch.randint(0, 64, (size, tokens, tokens), generator=g)
+        del batch["token_bonds"], batch["distogram_atom_indices"]
     return batch
+
+
+@pytest.fixture()
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads and losses in as many chunks as there can be: a small structure would be one."""
+    from megafold.model import confidence, lddt, pair_loss
+
+    for module, name in ((confidence, "CHUNK_PAIRS"), (lddt, "CHUNK_PAIRS"), (pair_loss, "CHUNK_LOGITS")):
+        monkeypatch.setattr(module, name, 1)
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,15 @@ def test_output_and_gradients_are_the_definitions(way, shape, masked):
         assert (found - true).norm() <= allowed, name
 
 
+def test_without_kernels_evoflash3d_leaves_the_attention_to_sdpa(monkeypatch):
+    (q, k, v, bias), mask, _ = _inputs(2, 3, 2, 5, 6, 8)
+    assert torch.equal(attend.attend_by_device(q, k, v, bias, mask), attend.attend_sdpa(q, k, v, bias, mask))
+    monkeypatch.setattr("megafold.evoflash3d.api.uses_kernels", lambda device, dtype: dtype == torch.float32)
+    monkeypatch.setattr(attend, "attend_evoflash3d", lambda *a, dropout_p: (a, dropout_p))
+    assert attend.attend_by_device(q, k, v, bias, mask, dropout_p=0.5) == ((q, k, v, bias, mask), 0.5)
+    assert isinstance(attend.attend_by_device(q.double(), k.double(), v.double(), bias, mask), torch.Tensor)
+
+
 def test_the_definition_is_written_out_attention():
     inputs, mask, _ = _inputs(2, 3, 2, 5, 6, 4)
     q, k, v, bias = (t.double() for t in inputs)
@@ -115,7 +124,7 @@ def test_the_single_attention_drops_in_training_only(plan, make_model, make_batc
     model, batch = make_model(), make_batch(7)
     for layer in model.pairformer.layers:
         layer[1].fn.attn.attend.attn_dropout.p = 0.25
-    optimize(model, Plan(evoflash3d=plan == "evoflash3d"))
+    optimize(model, Plan(evoflash3d=plan == "evoflash3d", sdpa=plan == "sdpa"))
     with torch.no_grad():
         model(**batch)
         assert seen == {0.0, 0.25}

@@ -8,10 +8,13 @@ import torch
 from megafold.model.plan import Plan
 
 PLANS = {
-    "shared_conditioning": Plan(sdpa=False),
-    "sdpa": Plan(shared_conditioning=False),
-    "shared_conditioning+sdpa": Plan(),
-    "all": Plan(evoflash3d=True),
+    "shared_conditioning": Plan.only("shared_conditioning"),
+    "asynchronous": Plan.only("asynchronous"),
+    "chunked_heads": Plan.only("chunked_heads"),
+    "recompute": Plan.only("recompute"),
+    "sdpa": Plan.only("sdpa"),
+    "all": Plan(),
+    "all-through-evoflash3d": Plan(sdpa=False),
 }
 
 

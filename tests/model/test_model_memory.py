@@ -38,7 +38,11 @@ def _largest(model, batch) -> _LargestAllocation:
 
 
 @pytest.mark.parametrize("lengths", [(TOKENS,), (TOKENS, TOKENS)], ids=["one-structure", "two-structures"])
-@pytest.mark.parametrize("plan", [Plan(sdpa=False), Plan(), Plan(evoflash3d=True)], ids=["eager", "sdpa", "evoflash3d"])
+@pytest.mark.parametrize(
+    "plan",
+    [Plan.only("shared_conditioning"), Plan(), Plan(sdpa=False)],
+    ids=["shared_conditioning", "all", "all-through-evoflash3d"],
+)
 def test_no_tensor_as_large_as_half_the_copies_of_the_pairs(lengths, plan, make_model, make_batch):
     from megafold.model.optimize import optimize
 

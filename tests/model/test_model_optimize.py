@@ -29,7 +29,7 @@ def test_restore_gives_the_stock_computation_bit_for_bit(model, batch, step):
 
     before, keys = step(model, batch), list(model.state_dict())
     methods = {path: set(vars(module)) for path, module in model.named_modules()}
-    optimize(model, Plan(evoflash3d=True))
+    optimize(model, Plan())
     assert list(model.state_dict()) == keys
     assert not _same_bits(step(model, batch), before), "the plan changed nothing"
     restore(model)
@@ -46,7 +46,7 @@ def test_other_models_stay_stock(model, make_model, batch, step):
 
     other, repeat = make_model(), alphafold3.repeat
     before = step(other, batch)
-    optimize(model, Plan(evoflash3d=True))
+    optimize(model, Plan())
     step(model, batch)
     assert alphafold3.repeat is repeat
     assert _same_bits(step(other, batch), before)
@@ -57,7 +57,7 @@ def test_a_second_plan_takes_the_place_of_the_first(model, make_model, batch, st
 
     once = make_model()
     report = optimize(once, Plan())
-    optimize(model, Plan(shared_conditioning=False, sdpa=False, evoflash3d=True))
+    optimize(model, Plan.only("evoflash3d", "asynchronous"))
     optimize(model, Plan())
     assert optimize(model, Plan()) == report
     assert _same_bits(step(model, batch), step(once, batch))
@@ -115,7 +115,7 @@ def test_report_counts_every_attention(model):
     triangles = sum(isinstance(m, TriangleAttention) for m in modules)
     atoms = sum(isinstance(m, AttentionPairBias) and m.window_size is not None for m in modules)
     others = sum(isinstance(m, AttentionPairBias) and m.window_size is None for m in modules)
-    report = optimize(model, Plan(shared_conditioning=False, evoflash3d=True))
+    report = optimize(model, Plan.only("sdpa", "evoflash3d"))
     assert report.not_replaced == []
     assert report.as_dict()["replaced"] == {
         "triangle attention (evoflash3d)": triangles,
@@ -130,7 +130,16 @@ def test_report_counts_every_attention(model):
     ("model_kwargs", "plan", "expected"),
     [
         pytest.param(
-            {"diffusion_candidates": 2}, Plan(sdpa=False), [("", "shared_conditioning: XMWrapper")], id="candidates"
+            {"diffusion_candidates": 2},
+            Plan(recompute=False, sdpa=False, evoflash3d=False),
+            [
+                ("", "shared_conditioning: XMWrapper"),
+                ("", "asynchronous: XMWrapper"),
+                ("", "chunked_heads: XMWrapper"),
+                ("edm", "shared_rollout: needs shared_conditioning"),
+                ("edm", "asynchronous: XMWrapper"),
+            ],
+            id="candidates",
         ),
         pytest.param(
             {"diffusion_module_kwargs": {"token_transformer_kwargs": {"num_register_tokens": 1}}},
@@ -152,13 +161,13 @@ def test_report_counts_every_attention(model):
         ),
         pytest.param(
             {"input_embedder_kwargs": {"atom_transformer_kwargs": {"use_linear_attn": True}}},
-            Plan(),
+            Plan(evoflash3d=False),
             [("input_embedder.atom_transformer.layers.0.0", "sdpa: TaylorSeriesLinearAttn")],
             id="linear-attention",
         ),
         pytest.param(
             {"input_embedder_kwargs": {"atom_transformer_kwargs": {"use_colt5_attn": True}}},
-            Plan(shared_conditioning=False),
+            Plan.only("sdpa"),
             [("input_embedder.atom_transformer.layers.0.1", "sdpa: ConditionalRoutedAttention")],
             id="routed-attention",
         ),
@@ -173,15 +182,42 @@ def test_what_cannot_be_replaced_is_listed(model_kwargs, plan, expected, make_mo
 
 
 def test_run_time_type_checks_leave_the_conditioning_stock(model, monkeypatch):
-    from megafold.model import optimize as module
+    from megafold.model import replacements as module
+    from megafold.model.optimize import optimize
 
     monkeypatch.setattr(module, "should_typecheck", True)
-    report = module.optimize(model, Plan(sdpa=False))
+    report = optimize(model, Plan.only("shared_conditioning"))
     assert not report.replaced
     assert report.not_replaced == [("", "shared_conditioning: run-time type checks are on (TYPECHECK)")]
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(evoflash3d=True)], ids=["sdpa", "evoflash3d"])
+def test_on_a_cpu_a_note_says_that_sdpa_does_the_work_of_evoflash3d(model):
+    from megafold.model.optimize import optimize
+
+    (note,) = optimize(model, Plan()).notes
+    assert note == "evoflash3d on cpu: no Triton backend for device type 'cpu': SDPA computes the attention"
+    (note,) = optimize(model, Plan(sdpa=False)).notes
+    assert note.endswith("its chunked reference does")
+    assert optimize(model, Plan(evoflash3d=False)).notes == []
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "plan", "problem"),
+    [(0, Plan(), "is no count"), (1, Plan.only("sdpa"), "needs asynchronous or chunked_heads")],
+    ids=["none", "stock-forward"],
+)
+def test_rollouts_that_nothing_heeds_are_refused(rollouts, plan, problem, model):
+    from megafold.model.optimize import optimize
+
+    with pytest.raises(ValueError, match=f"rollouts={rollouts} {problem}"):
+        optimize(model, plan, rollouts=rollouts)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan.only("shared_conditioning", "shared_rollout"), Plan(sdpa=False)],
+    ids=["all", "shared", "evoflash3d"],
+)
 def test_inference_samples_the_same_structures(model, batch, plan):
     from megafold.model.optimize import optimize
 

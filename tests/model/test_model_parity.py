@@ -9,11 +9,9 @@ from megafold.model import attend
 from megafold.model.plan import Plan
 
 PLANS = {
-    "shared_conditioning": Plan(shared_conditioning=True, sdpa=False),
-    "sdpa": Plan(shared_conditioning=False, sdpa=True),
-    "evoflash3d": Plan(shared_conditioning=False, sdpa=False, evoflash3d=True),
-    "shared_conditioning+sdpa": Plan(),
-    "all": Plan(evoflash3d=True),
+    **{switch: Plan.only(switch) for switch in Plan().as_dict() if switch != "shared_rollout"},
+    "all": Plan(),
+    "all-through-evoflash3d": Plan(sdpa=False),
 }
 # name -> lengths of the structures, arguments of the batch, of the model, of forward
 CASES = {
@@ -25,7 +23,9 @@ CASES = {
         {},
         {"num_recycling_steps": 2},
     ),
+    "checkpointed": ((11, 6), {}, {"checkpoint_diffusion_module": True, "checkpoint_distogram_head": True}, {}),
     "auxiliary-losses": ((9, 9), {}, {}, {"diffusion_add_bond_loss": True, "diffusion_add_smooth_lddt_loss": True}),
+    "distance-labels-and-no-bonds": ((8, 6), {"distances": True}, {}, {}),
     "one-augmentation": ((9, 6), {}, {"diffusion_num_augmentations": 1}, {}),
     "atom-width-of-coordinates": ((9, 6), {}, {"dim_atompair": 3}, {}),
 }
@@ -40,7 +40,7 @@ def case(request, make_batch, make_model, step, step_in_float64):
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_loss_and_gradients_equal_the_stock_models(case, plan, step, beyond_budget):
+def test_loss_and_gradients_equal_the_stock_models(case, plan, step, beyond_budget, small_chunks):
     from megafold.model.optimize import optimize, restore
 
     model, batch, forward_kwargs, stock, exact = case

@@ -6,7 +6,13 @@ import pytest
 
 from megafold.model.plan import Plan
 
-PLANS = {"shared_conditioning": Plan(sdpa=False), "shared_conditioning+sdpa": Plan(), "all": Plan(evoflash3d=True)}
+PLANS = {
+    "shared_conditioning+shared_rollout": Plan.only("shared_conditioning", "shared_rollout"),
+    "asynchronous": Plan.only("asynchronous"),
+    "chunked_heads": Plan.only("chunked_heads"),
+    "all": Plan(),
+    "all-through-evoflash3d": Plan(sdpa=False),
+}
 CHECKPOINTS = ("input_embedding", "trunk_pairformer", "diffusion_module", "confidence_head")
 EXTRAS = {
     "pairformer_stack": {"depth": 2, "add_value_residual": True, "num_register_tokens": 2},
@@ -48,7 +54,7 @@ def case(request, make_batch, make_model, step, step_in_float64):
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_loss_and_gradients_equal_the_stock_models(case, plan, step, beyond_budget):
+def test_loss_and_gradients_equal_the_stock_models(case, plan, step, beyond_budget, small_chunks):
     from megafold.model.optimize import optimize, restore
 
     model, batch, stock, exact = case

@@ -17,6 +17,7 @@ def test_plan_from_a_mapping_and_back():
     assert Plan.from_mapping(None) == Plan.from_mapping({}) == Plan()
     plan = Plan.from_mapping({"sdpa": False, "evoflash3d": True})
     assert plan == Plan(shared_conditioning=True, sdpa=False, evoflash3d=True)
+    assert Plan.only("sdpa") == Plan.from_mapping({name: name == "sdpa" for name in Plan().as_dict()})
     assert Plan.from_mapping(plan.as_dict()) == plan
     assert not any(Plan.none().as_dict().values())
 
@@ -24,7 +25,7 @@ def test_plan_from_a_mapping_and_back():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"flash": True}, "train.yaml: flash: unknown switch; known: shared_conditioning, sdpa, evoflash3d"),
+        ({"flash": True}, f"train.yaml: flash: unknown switch; known: {', '.join(Plan().as_dict())}"),
         ({"sdpa": 1}, "train.yaml: sdpa: found 1, expected true or false"),
         ({"sdpa": "yes"}, "train.yaml: sdpa: found 'yes', expected true or false"),
         (["sdpa"], "train.yaml: found ['sdpa'], expected a mapping of switches to true or false"),

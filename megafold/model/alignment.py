@@ -1,0 +1,150 @@
+"""Rigid and chain alignment of true to predicted coordinates with one read by the host each, instead of dozens.
+
+The coordinates stay on the device and in fp32. What only depends on which token is of which chain is decided on the
+host, from ids that are copied once, at the start of a step (:class:`Chains`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+POLYMERS, LIGANDS = slice(0, 3), slice(3, 5)  # molecule types: protein, RNA, DNA; ligand, metal ion
+_NO_BOND = 1_000_000
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Ids of one structure's N tokens, on the host.
+
+    Attributes:
+        token, chain, entity: int64 [N]; ``chain`` is the asymmetric unit's id.
+        moved: the chain of every token [N], that of a covalently bound ligand being its polymer's.
+        lengths: atoms a token [N].
+        atoms: M, the atoms with padding.
+    """
+
+    token: Tensor
+    chain: Tensor
+    entity: Tensor
+    moved: Tensor
+    lengths: Tensor
+    atoms: int
+
+    @classmethod
+    def read(cls, ids: Tensor, types: Tensor, bonds: Tensor, lengths: Tensor, atoms: int) -> Chains:
+        """From additional_molecule_feats and is_molecule_types [1, N, 5], token_bonds [1, N, N], atoms a token [1, N].
+
+        They may be on any device, which is waited for once.
+        """
+        _, token, chain, entity, _ = ids[0].unbind(dim=-1)
+        is_polymer, is_ligand = types[0, :, POLYMERS].any(-1), types[0, :, LIGANDS].any(-1)
+        mixed = is_polymer[:, None] & is_ligand
+        bound = (mixed | mixed.T) & bonds[0]
+        bound_chain = torch.where(bound, chain[:, None], _NO_BOND).mode(dim=-1).values
+        moved = torch.where(is_ligand & bound.any(-1), bound_chain, chain)
+        return cls(*torch.stack((token, chain, entity, moved, lengths[0])).cpu(), atoms)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is but one chain and no padding, so that nothing can be permuted."""
+        return bool((self.chain == self.chain[0]).all()) and int(self.lengths.sum()) == self.atoms
+
+    def of_atoms(self) -> Tensor:
+        """``moved`` for each atom [M]; 0 for padding, as in the stock model."""
+        of_atoms = self.moved.repeat_interleave(self.lengths)[: self.atoms]
+        return torch.nn.functional.pad(of_atoms, (0, self.atoms - len(of_atoms)))
+
+
+def rigid_align(
+    self: Module,
+    pred_coords: Tensor,
+    true_coords: Tensor,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
+    return_transforms: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """``WeightedRigidAlign.forward`` (AF3 algorithm 28): true onto predicted coordinates, both [B, M, 3], in fp32.
+
+    weights [B, M], mask [B, M]. The covariances [B, 3, 3] are decomposed on the host: one read, where the stock module
+    waits for the device's solver, for its status and for a warning about the rank.
+
+    Raises:
+        torch.linalg.LinAlgError: for coordinates that are not finite.
+    """
+    with torch.no_grad(), torch.autocast(pred_coords.device.type, enabled=False):
+        weights = torch.ones_like(pred_coords[..., 0]) if weights is None else weights
+        if mask is not None:
+            pred_coords, true_coords = (t.masked_fill(~mask.unsqueeze(-1), 0.0) for t in (pred_coords, true_coords))
+            weights = weights.masked_fill(~mask, 0.0)
+        weights = weights.unsqueeze(-1)
+        total = weights.sum(dim=1, keepdim=True)
+        true_centre, pred_centre = ((t * weights).sum(dim=1, keepdim=True) / total for t in (true_coords, pred_coords))
+        centred = true_coords - true_centre
+        covariance = (weights * centred).transpose(1, 2) @ (pred_coords - pred_centre)
+        rotation = _rotation(covariance.cpu()).to(covariance.device, non_blocking=True)
+        aligned = centred @ rotation.transpose(1, 2) + pred_centre
+        if not return_transforms:
+            return aligned
+        # The stock module turns the predicted centre here, not the true one.
+        return aligned, rotation, true_centre - pred_centre @ rotation.transpose(1, 2)
+
+
+def _rotation(covariance: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(covariance)
+    right = right.transpose(1, 2)
+    flip = torch.ones(covariance.shape[:2], dtype=covariance.dtype)
+    flip[:, -1] = torch.linalg.det(right @ left.transpose(1, 2))
+    return (right * flip.unsqueeze(1)) @ left.transpose(1, 2)
+
+
+def permute_chains(
+    self: Module,
+    pred_coords: Tensor,
+    true_coords: Tensor,
+    *,
+    molecule_atom_indices: Tensor,
+    mask: Tensor,
+    chains: Chains,
+) -> Tensor:
+    """``MultiChainPermutationAlignment.forward`` (AF3 section 4.2) for B copies of one structure.
+
+    Coordinates [B, M, 3], centre atoms [B, N], mask [B, M]. One chain needs no search. For several, the stock search
+    runs with its ids on the host; it reads the device once for every pair of chains that it compares.
+
+    Atoms are put in the order of their chains by torch's sort on the coordinates' device, as in the stock model. On a
+    GPU that keeps the order within a chain; on a CPU it does
+    not for more than 16 atoms, so there the truth is shuffled, in the stock model and here alike.
+    """
+    copies = pred_coords.shape[0]
+    with torch.no_grad(), torch.autocast(pred_coords.device.type, enabled=False):
+        pred_coords, true_coords = (t.masked_fill(~mask.unsqueeze(-1), 0.0) for t in (pred_coords, true_coords))
+        of_atoms = chains.of_atoms()
+        sorted_coords = true_coords[:, of_atoms.to(true_coords.device, non_blocking=True).sort().indices]
+        if chains.is_one:
+            return sorted_coords
+        labels = self.split_ground_truth_labels({"asym_id": of_atoms.expand(copies, -1), "true_coords": sorted_coords})
+        centres = molecule_atom_indices.unsqueeze(-1).expand(-1, -1, 3)
+        centre_mask = mask.gather(1, molecule_atom_indices)
+        chain, entity, token = (t.expand(copies, -1) for t in (chains.chain, chains.entity, chains.token))
+        alignments = self.compute_permutation_alignment(
+            out={"pred_coords": pred_coords.gather(1, centres), "mask": centre_mask},
+            features={"asym_id": chain, "entity_id": entity, "token_index": token},
+            ground_truth={
+                "true_coords": true_coords.gather(1, centres),
+                "mask": centre_mask,
+                "asym_id": chain,
+                "entity_id": entity,
+            },
+        )
+        # Ids have done their work; merging them would mix devices.
+        labels = [{"true_coords": label["true_coords"]} for label in labels]
+        return self.merge_labels(labels=labels, alignments=alignments, original_num_tokens=true_coords.shape[1])[
+            "true_coords"
+        ]
