@@ -42,6 +42,9 @@ from megafold.evosp3d.mesh import Shards
 
 Pending = Callable[[], Tensor]
 
+# Renamed by torch 2.13.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -63,7 +66,7 @@ class Gather:
         padded[: block.shape[0]].copy_(block)
         whole = _buffer((shards.size * lengths[0], *rest), x, shards)
         shards.traffic.add(self.kind, operator, (shards.size - 1) * _bytes(padded))
-        work = dist.all_gather_into_tensor(whole, padded, group=shards.group, async_op=True)
+        work = _ALL_GATHER(whole, padded, group=shards.group, async_op=True)
 
         def finish(sent: Tensor = padded) -> Tensor:
             work.wait()

@@ -5,6 +5,7 @@ Atoms, of which there are only O(N), are embedded by every rank alike. Nothing h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import einx
@@ -43,7 +44,13 @@ def template_embedder(self: Module, *, templates: Tensor, pairwise_repr: Tensor,
     """``TemplateEmbedder.forward`` on rows of pairs; templates [b, T, N, N, dt], or n of their rows."""
     if templates.shape[2] != pairwise_repr.shape[1]:
         templates = shards.narrow(templates, 2)
-    return type(self).forward(self, templates=templates, pairwise_repr=pairwise_repr, **kwargs)
+    forward = with_names(type(self).forward, pack_one=_templates_as_batch)
+    return forward(self, templates=templates, pairwise_repr=pairwise_repr, **kwargs)
+
+
+def _templates_as_batch(templates: Tensor, _: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """[b, T, n, N, d] -> [b * T, n, N, d] and the way back; the stock one fails where a rank holds no row."""
+    return templates.flatten(0, 1), lambda packed: packed.unflatten(0, templates.shape[:2])
 
 
 def stock_on_rows(cls: type[Module], shards: Shards):

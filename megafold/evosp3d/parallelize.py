@@ -56,8 +56,9 @@ def parallelize(model: stock.Alphafold3, mesh: DeviceMesh | None, plan: Plan | N
     shards = Shards(None if mesh is None else mesh.get_group("sp"))
     state = model.__dict__.setdefault(_STATE, [])
     for module, method, replacement in list(_replacements(model, shards, plan)):
-        state.append((module, method, module.__dict__.get(method)))
-        module.__dict__[method] = MethodType(replacement, module)
+        if not any(module is done and method == name for done, name, _ in state):
+            state.append((module, method, module.__dict__.get(method)))
+            module.__dict__[method] = MethodType(replacement, module)
     return shards
 
 
@@ -153,9 +154,8 @@ _ROWS = (
 
 def _works_on_rows(module: Module) -> bool:
     """Whether what ``optimize`` made of the module holds for a rank's rows, atoms and augmentations too."""
-    return isinstance(module, _ROWS) or (
-        isinstance(module, stock.PreLayerNorm) and isinstance(module.fn, stock.Transition)
-    )
+    norm_and_transition = isinstance(module, stock.PreLayerNorm) and isinstance(module.fn, stock.Transition)
+    return norm_and_transition or isinstance(module, _ROWS)
 
 
 def _attend(module: Module, plan: Plan | None) -> attend.Attend:

@@ -80,3 +80,55 @@ def run_ranks() -> Callable[..., list[Any]]:
 def helpers():
     """The functions behind the fixtures of tests/model/conftest.py, to be called on a rank."""
     return HELPERS
+
+
+def _beyond(found: dict[str, Any], exact: dict[str, Any], tolerance: float) -> list[str]:
+    """Names whose tensor is off by more than ``tolerance``, relative to the largest of the same module."""
+    assert found.keys() == exact.keys(), sorted(found.keys() ^ exact.keys())
+    scales: dict[str, float] = {}
+    for name, value in exact.items():
+        module = name.rpartition(".")[0]
+        scales[module] = max(scales.get(module, 0.0), value.norm().item())
+    errors = {name: (found[name] - value).norm().item() for name, value in exact.items()}
+    return [
+        f"{name}: {error:.1e} of {scales[name.rpartition('.')[0]]:.1e}"
+        for name, error in errors.items()
+        if not error <= tolerance * scales[name.rpartition(".")[0]] + 1e-16
+    ]
+
+
+@pytest.fixture(scope="session")
+def beyond() -> Callable[..., list[str]]:
+    return _beyond
+
+
+def _summed(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gradients by name, summed over the ranks: what the one reduction of a step makes of them."""
+    return {name: sum(gradients[name] for gradients in results) for name in results[0]}
+
+
+@pytest.fixture(scope="session")
+def summed() -> Callable[..., dict[str, Any]]:
+    return _summed
+
+
+def _set_dropout(model: torch.nn.Module, probability: float) -> None:
+    """Where the published model drops something: pairs, alignments and the trunk's single attention."""
+    for name, module in model.named_modules():
+        of_attention = name.endswith("attn_dropout")
+        in_trunk = name.startswith(("template_embedder", "msa_module", "pairformer", "confidence_head"))
+        if isinstance(module, torch.nn.Dropout) and in_trunk and not (of_attention and "tri_attn" in name):
+            module.p = probability
+
+
+@pytest.fixture(scope="session")
+def set_dropout() -> Callable[..., None]:
+    return _set_dropout
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., torch.nn.Module]:
+    """The tiny model of tests/model in float64: every layerscale and gate random, dropout off."""
+    import alphafold3_pytorch  # noqa: F401
+
+    return lambda **overrides: HELPERS._make_model(**overrides).double()

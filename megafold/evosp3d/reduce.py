@@ -1,0 +1,123 @@
+"""The one reduction of a step: gradients of all ranks, summed over sp and averaged over dp, under the backward.
+
+Parameters lie in buckets in the order in which their gradients were ready in the step before (rank 0's order, told to
+all). A bucket leaves when its last gradient is there and all buckets before it have left, so that every rank sends the
+same ones in the same order; what no gradient came for leaves at the end, as zeros. One element a parameter tells whether
+any rank had a gradient, since a parameter without one is left alone by the optimizer, decay included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 32 << 20
+
+
+class GradientReducer:
+    """Hooks on the parameters; :meth:`finish` after each backward makes ``.grad`` that of the global batch.
+
+    Args:
+        parameters: in the model's order, the same on all ranks.
+        dp: how many data-parallel groups the mean is over.
+        group: the world by default.
+        bucket_bytes: of gradients sent at once.
+
+    A backward that is not followed by :meth:`finish` must be followed by :meth:`drop`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        dp: int,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._dp, self._group, self._bucket_bytes = dp, group, bucket_bytes
+        self._order: list[int] = []
+        self._sent: list[tuple[list[int], Tensor, dist.Work]] = []
+        self._arrange(list(reversed(range(len(self._parameters)))))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._settled = False
+
+    def finish(self) -> None:
+        """Wait for the sums and put them where the gradients were."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        flags = []
+        for members, flat, work in self._sent:
+            work.wait()
+            sizes = [self._parameters[index].numel() for index in members]
+            *gradients, used = flat.split([*sizes, len(members)])
+            flags.append(used)
+            for index, gradient in zip(members, gradients):
+                parameter = self._parameters[index]
+                parameter.grad = gradient.view_as(parameter).div_(self._dp)
+        used = torch.cat(flags).tolist() if flags else []  # the one read of a device number
+        for index, flag in zip((index for members, *_ in self._sent for index in members), used):
+            if not flag:
+                self._parameters[index].grad = None
+        order, self._sent = self._order, []
+        if not self._settled:
+            self._settle(order)
+        self._reset()
+
+    def drop(self) -> None:
+        """Forget a backward that was not finished: what is on its way is waited for and left unread."""
+        for _, _, work in self._sent:
+            work.wait()
+        self._sent = []
+        self._reset()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrange(self, order: list[int]) -> None:
+        """Cut the order into buckets of one dtype and at most ``bucket_bytes`` (or one parameter)."""
+        self._buckets: list[list[int]] = []
+        size, dtype = 0, None
+        for index in order:
+            parameter = self._parameters[index]
+            number = parameter.numel() * parameter.element_size()
+            if not self._buckets or size + number > self._bucket_bytes or parameter.dtype != dtype:
+                self._buckets.append([])
+                size, dtype = 0, parameter.dtype
+            self._buckets[-1].append(index)
+            size += number
+        self._place = {index: place for place, members in enumerate(self._buckets) for index in members}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._missing = [len(members) for members in self._buckets]
+        self._order = []
+
+    def _ready(self, index: int) -> None:
+        self._order.append(index)
+        self._missing[self._place[index]] -= 1
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send()
+
+    def _send(self) -> None:
+        members = self._buckets[len(self._sent)]
+        chosen = [self._parameters[index] for index in members]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        flags = torch.tensor([float(p.grad is not None) for p in chosen], dtype=chosen[0].dtype)
+        flat = torch.cat([*(g.flatten() for g in gradients), flags.to(chosen[0].device, non_blocking=True)])
+        self._sent.append((members, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+
+    def _settle(self, order: list[int]) -> None:
+        """The buckets of the steps to come: the order of this backward, and last what had no gradient in it."""
+        told = [[*order, *(index for index in range(len(self._parameters)) if index not in set(order))]]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        self._arrange(told[0])
+        self._settled = True

@@ -1,0 +1,184 @@
+"""The loss of the whole model and every gradient, sequence and data parallel, against one device."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from megafold.evosp3d import diffusion
+from megafold.evosp3d.diffusion import Share, share_of
+
+# name -> lengths of the structures, arguments of the batch, of the model, of forward, dropout, numbers of ranks
+CASES = {
+    "two-of-unequal-length": ((11, 7), {}, {}, {}, 0.25, (2, 3)),
+    "more-ranks-than-rows-and-augmentations": ((3,), {}, {"diffusion_num_augmentations": 3}, {}, 0.0, (5,)),
+    "recycling-and-checkpointing": (
+        (9,),
+        {},
+        {
+            "checkpoint_input_embedding": True,
+            "checkpoint_trunk_pairformer": True,
+            "checkpoint_diffusion_module": True,
+            "checkpoint_distogram_head": True,
+        },
+        {"num_recycling_steps": 2, "detach_when_recycling": False},
+        0.25,
+        (2,),
+    ),
+    "without-msa-and-templates": ((8,), {"msa": False, "templates": False}, {}, {}, 0.0, (3,)),
+    "auxiliary-losses-and-one-augmentation": (
+        (9,),
+        {},
+        {"diffusion_num_augmentations": 1},
+        {"diffusion_add_bond_loss": True, "diffusion_add_smooth_lddt_loss": True},
+        0.0,
+        (2,),
+    ),
+    "confidence-head": ((9, 6), {"confidence": True}, {"checkpoint_confidence_head": True}, {}, 0.25, (3,)),
+    "value-residuals": ((8,), {}, {"pairformer_stack": {"depth": 2, "add_value_residual": True}}, {}, 0.0, (2,)),
+}
+
+
+def _with_ligands(batch):
+    """The last tokens of every structure belong to a ligand: no polymer, no relative positions, other weights."""
+    batch["is_molecule_types"][:, -2:] = torch.tensor([False, False, False, True, False])
+    return batch
+
+
+def _step(helpers, model, batch, kwargs, seed=3):
+    """Loss, gradients by name and the generator's state, all in float64 with the random numbers of a float32 run."""
+    with helpers._float64():
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        loss, terms = model(**batch, return_loss_breakdown=True, **kwargs)
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    values = {"loss": loss.detach(), **{f"term.{name}": term.detach() for name, term in terms._asdict().items()}}
+    return values, gradients, torch.get_rng_state()[:64]
+
+
+def _on_rank(helpers, model, batches, kwargs, dp, sp, plan=None, optimized=False):
+    from megafold.evosp3d.mesh import make_mesh
+    from megafold.evosp3d.parallelize import parallelize
+    from megafold.evosp3d.reduce import GradientReducer
+    from megafold.model.optimize import optimize
+
+    model = copy.deepcopy(model)
+    mesh = make_mesh(dp, sp, "cpu")
+    if optimized:
+        optimize(model, plan)
+    parallelize(model, mesh, plan)
+    replica = mesh.get_local_rank("dp")
+    reducer = GradientReducer(model.parameters(), dp=dp, bucket_bytes=1 << 16)
+    values, gradients, generator = _step(helpers, model, batches[replica], kwargs, seed=3 + replica)
+    reducer.finish()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return values, gradients, generator
+
+
+def _double(batch):
+    return {k: v.double() if v is not None and v.is_floating_point() else v for k, v in batch.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_equal_one_device(run_ranks, helpers, make_model, set_dropout, beyond, name):
+    lengths, batch_kwargs, model_kwargs, kwargs, dropout, sizes = CASES[name]
+    model, batch = make_model(**model_kwargs), _double(_with_ligands(helpers._batch(*lengths, **batch_kwargs)))
+    set_dropout(model, dropout)
+    values, gradients, generator = _step(helpers, copy.deepcopy(model), batch, kwargs)
+    for size in sizes:
+        for found in run_ranks(size, _on_rank, helpers, model, [batch], kwargs, 1, size):
+            assert beyond(found[0], values, 1e-10) == []
+            assert beyond(found[1], gradients, 1e-10) == []
+            assert torch.equal(found[2], generator), "random numbers were drawn in another order"
+
+
+@pytest.mark.parametrize("sp", [2, 3], ids="2x{}".format)
+def test_data_and_sequence_parallel_equals_the_global_batch(run_ranks, helpers, make_model, beyond, sp):
+    model = make_model()
+    batches = [_double(helpers._batch(length, seed=length)) for length in (7, 9)]
+    steps = [_step(helpers, copy.deepcopy(model), batch, {}, seed=3 + r) for r, batch in enumerate(batches)]
+    exact = {name: (steps[0][1][name] + steps[1][1][name]) / 2 for name in steps[0][1]}
+    for found in run_ranks(2 * sp, _on_rank, helpers, model, batches, {}, 2, sp):
+        assert beyond(found[1], exact, 1e-10) == []
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["stock", "optimized"])
+def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyond, optimized):
+    from megafold.model.plan import Plan
+
+    model, batch = make_model(), _double(helpers._batch(9))
+    values, gradients, _ = _step(helpers, copy.deepcopy(model), batch, {})
+    plan = Plan()
+    for found in run_ranks(2, _on_rank, helpers, model, [batch], {}, 1, 2, plan, optimized):
+        assert beyond(found[0], values, 1e-8) == []
+        assert beyond(found[1], gradients, 1e-8) == []
+
+
+def test_serialize_gives_the_stock_model_back(helpers, make_model):
+    from megafold.evosp3d.parallelize import parallelize, serialize
+
+    model, batch = make_model(), _double(helpers._batch(7))
+    before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+    stock = _step(helpers, model, batch, {})
+    parallelize(model, None)
+    alone = _step(helpers, model, batch, {})
+    serialize(model)
+    assert alone[0]["loss"] == pytest.approx(stock[0]["loss"].item(), rel=1e-12)
+    for path, module in model.named_modules():
+        assert module.__dict__.keys() == before[path].keys()
+
+
+@pytest.mark.parametrize("total", [1, 4, 48])
+def test_any_number_of_ranks_shares_the_augmentations(total):
+    from megafold.evosp3d.mesh import Shards
+
+    for size in range(1, 61):
+        counted = []
+        for rank in range(size):
+            shards = Shards()
+            shards.rank, shards.size = rank, size
+            share = share_of(shards, total)
+            assert share.count >= 1 and share.count <= -(-total // size)
+            counted += list(range(share.first, share.first + share.count)) if share.weight else []
+        assert counted == list(range(total))
+
+
+def _chunks_of_four(shards, total):
+    """The published fault: 48 augmentations in 12 chunks of 4, the chunks split evenly."""
+    chunks = total // 4
+    if chunks % shards.size:
+        raise ValueError(f"{chunks} chunks over {shards.size} ranks")
+    count = chunks // shards.size * 4
+    return Share(shards.rank * count, count, total, 1.0)
+
+
+def _on_rank_in_chunks(*args):
+    diffusion.share_of = _chunks_of_four
+    return _on_rank(*args)
+
+
+def test_sharing_by_divisors_of_twelve_is_found(run_ranks, helpers, make_model):
+    model, batch = make_model(diffusion_num_augmentations=12), _double(helpers._batch(5))
+    with pytest.raises(RuntimeError, match="3 chunks over 2 ranks"):
+        run_ranks(2, _on_rank_in_chunks, helpers, model, [batch], {}, 1, 2)
+    run_ranks(2, _on_rank, helpers, model, [batch], {}, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"diffusion_candidates": 2}, "diffusion_candidates"),
+        ({"distogram_atom_resolution": True}, "distogram_atom_resolution"),
+        ({"pairformer_stack": {"num_register_tokens": 2}}, "pairformer has register tokens"),
+    ],
+)
+def test_what_cannot_be_split_is_named(make_model, overrides, problem):
+    from megafold.evosp3d.parallelize import parallelize
+
+    with pytest.raises(ValueError, match=problem):
+        parallelize(make_model(**overrides), None)
