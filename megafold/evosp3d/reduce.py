@@ -1,9 +1,9 @@
 """The one reduction of a step: gradients of all ranks, summed over sp and averaged over dp, under the backward.
 
-Parameters lie in buckets in the order in which their gradients were ready in the step before (rank 0's order, told to
+Parameters lie in buckets in the order in which their gradients were ready in the first step (rank 0's order, told to
 all). A bucket leaves when its last gradient is there and all buckets before it have left, so that every rank sends the
-same ones in the same order; what no gradient came for leaves at the end, as zeros. One element a parameter tells whether
-any rank had a gradient, since a parameter without one is left alone by the optimizer, decay included.
+same ones in the same order; what no gradient came for leaves at the end, as zeros. One element a parameter tells
+whether any rank had a gradient, since a parameter without one is left alone by the optimizer, decay included.
 """
 
 from __future__ import annotations
