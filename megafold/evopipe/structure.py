@@ -105,12 +105,14 @@ def arrays(structure: Structure, file: str, log: Log | None = None) -> tuple[dic
         biomolecule, [table[component] for component in biomolecule.chemid]
     )
     try:
-        with molecules.no_embedding():
+        with molecules.bounded(log):
             mols, kinds = inputs.extract_canonical_molecules_from_biomolecule_chains(
                 _with_one_atom(biomolecule), sequences, types
             )
     except (AssertionError, ValueError, KeyError, IndexError) as error:
-        raise InputError(file, "atom_site", f"a residue cannot be represented ({error})") from error
+        action = "name a file with the component's definition in data.components, or remove the residue"
+        problem = f"a residue cannot be represented ({error})"
+        raise EntryError(file, "atom_site", problem, action, "unknown component") from error
     components, component = np.unique(biomolecule.chemid.astype("S8"), return_inverse=True)
     tokens, residues = _tokens(biomolecule, mols, kinds, component, file)
     for mol, first in zip(mols, residues["first_token"]):
@@ -159,7 +161,8 @@ def _tokens(biomolecule, mols, kinds, component, file) -> tuple[np.ndarray, np.n
             where = (
                 f"{biomolecule.chemid[start]} {biomolecule.residue_index[start]} of chain {biomolecule.chain_id[start]}"
             )
-            raise InputError(file, where, f"{count} atoms in the file, {n_atoms} without hydrogens: remove hydrogens")
+            problem = f"{count} atoms in the file, {n_atoms} without hydrogens: remove hydrogens"
+            raise EntryError(file, where, problem, "remove hydrogens from the file", "hydrogens")
         span = slice(start, start + count)
         tokens["kind"][span] = layout.KINDS.index(kind)
         letter = 0
