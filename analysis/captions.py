@@ -12,6 +12,7 @@ from megafold.errors import InputError
 WORKLOADS = {
     "core": "core workload (no confidence head, one recycle, dropout on)",
     "full": "full workload (rollout and confidence head)",
+    "full_one_rollout": "full workload with one rollout instead of one an augmentation",
     "as_published": "as-published workload (confidence every 10 steps, 1-4 recycles)",
     "triangle_attention": "triangle attention",
     "read_example": "reading one training example",

@@ -117,7 +117,7 @@ def iteration_megafold(context: Context) -> Session:
     """The stock model with MegaFold's computation, as the contender's plan says (empty: the default plan)."""
     from experiments.contenders.iteration import IterationSession, megafold_preparation
 
-    return IterationSession(context, megafold_preparation(context.point.contender))
+    return IterationSession(context, megafold_preparation(context.point.contender, context.point.setting.workload))
 
 
 @provider("data_pipeline", "stock", preload=STOCK)

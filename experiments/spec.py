@@ -31,7 +31,7 @@ SHAPE_KEYS: dict[str, dict[str, int | None]] = {
     "data_pipeline": {"crop_size": None, "msa_depth": 1024, "examples": 8},
 }
 WORKLOADS = {
-    "iteration": ("core", "full", "as_published"),
+    "iteration": ("core", "full", "full_one_rollout", "as_published"),
     "kernel": ("triangle_attention",),
     "data_pipeline": ("read_example",),
 }

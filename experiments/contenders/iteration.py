@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from experiments.contenders.examples import Batch, examples
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
 from experiments.spec import Contender, Setting
+from megafold.metrics.activity import Activity, alignment_failures, count_activity
 from megafold.metrics.flops import HFU_DEFINITION, MFU_DEFINITION, IterationFlops, iteration_flops, mfu
 from megafold.metrics.memory import MemoryProbe
 from megafold.metrics.peaks import peak_flops
@@ -21,7 +23,7 @@ from megafold.model.build import build_model
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
 from megafold.train.trainer import Trainer
-from megafold.train.workload import arrange
+from megafold.train.workload import arrange, rollouts
 
 GIB = 2**30
 TIMES = {
@@ -33,6 +35,16 @@ TIMES = {
 }
 CPU_PEAK = "peak resident memory of the process, libraries included"
 CPU_ABOVE = "peak resident memory less what was resident before the model was built, less persistent_memory"
+FAILURES = "alignments of the loss that the model gave up in a step, at most"
+COUNTS = {
+    "launches": "kernels that the host launched in a profiled step, those inside graphs left out",
+    "graphs": "graphs that the host launched in a profiled step",
+    "waits": "calls of the runtime in a profiled step that wait for the device",
+}
+NAMED_WORKLOADS = {
+    "full_one_rollout": "one rollout of a structure, where the stock model rolls out one an augmentation",
+    "as_published": "confidence labels at every tenth step, one to four passes of the trunk",
+}
 PERSISTENT = "weights, buffers, gradients and optimizer state"
 
 
@@ -50,7 +62,7 @@ class IterationSession:
 
     def __init__(self, context: Context, prepare: Callable[[torch.nn.Module, str], Mapping[str, bool]] | None = None):
         self._setting = setting = context.point.setting
-        _check_supported(setting, context.device)
+        _check_supported(setting, context.point.contender, context.device)
         self._device = context.device
         self._probe = MemoryProbe(context.device)
         self._before = _resident_bytes()
@@ -65,6 +77,9 @@ class IterationSession:
         self._examples, self.notes = examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
         self._step = 0
+        self._activity: Activity | None = None
+        if setting.workload == "as_published" or rollouts(setting.workload):
+            self.notes = [*self.notes, f"workload {setting.workload}: {NAMED_WORKLOADS[setting.workload]}"]
 
     def resume(self) -> None:
         """Weights and optimizer state onto the device, random state and examples from the start."""
@@ -79,7 +94,8 @@ class IterationSession:
         wait = time.perf_counter() - started
         batch = arrange(batch, self._setting.workload, self._step, self._setting.seed)
         self._probe.reset()
-        result = self._trainer.step(batch)
+        with alignment_failures() as failures:
+            result = self._trainer.step(batch)
         peak = self._probe.peak(self._trainer.persistent_bytes())
         self._step += 1
         flops = self._count(batch)
@@ -96,11 +112,19 @@ class IterationSession:
             "model_flops": flops.model,
             "hardware_flops": flops.hardware,
             "loss": result.loss,
+            "alignment_failures": float(failures.value),
         }
         return sample | ({} if peak.reserved is None else {"reserved": float(peak.reserved)})
 
     def suspend(self) -> None:
-        """Weights and optimizer state to host memory, gradients dropped."""
+        """Weights and optimizer state to host memory, gradients dropped; the first time after one profiled step."""
+        if self._device != "cpu" and self._step and self._activity is None:
+            batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
+            try:
+                self._activity = count_activity(lambda: self._trainer.step(batch))
+            except torch.OutOfMemoryError:  # the profiler's own needs; what was timed has fitted
+                self.notes = [*self.notes, "launches and waits were not counted: out of memory under the profiler"]
+                self._activity = Activity(-1, -1, -1)
         self._batches = iter(())
         self._trainer.offload()
 
@@ -116,8 +140,17 @@ class IterationSession:
         for name in ("model_flops", "hardware_flops"):
             metrics[name] = Metric(statistics.fmean(samples[name]), "FLOP", n=len(samples[name]))
         metrics |= self._utilisation(metrics)
+        metrics |= self._counts(samples)
         metrics["loss"] = Metric(samples["loss"][-1], "dimensionless", definition="of the last step")
         return metrics
+
+    def _counts(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
+        failures = samples["alignment_failures"]
+        found = {"alignment_failures": Metric(max(failures), "1/step", n=len(failures), definition=FAILURES)}
+        if self._activity is not None and self._activity.launches >= 0:
+            for name, count in asdict(self._activity).items():
+                found[f"host_{name}"] = Metric(float(count), "1/step", n=1, definition=COUNTS[name])
+        return found
 
     def _memory(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
         peak, persistent, count = max(samples["peak"]), max(samples["persistent"]), len(samples["peak"])
@@ -160,33 +193,36 @@ class IterationSession:
             msa_depth=_length(batch, "msa"),
             templates=max(1, _length(batch, "templates")),
             recycles=batch["num_recycling_steps"],
+            rollouts=rollouts(self._setting.workload),
             workload="core" if batch.get("resolved_labels") is None else "full",
             **self._flags,
         )
         return IterationFlops(*(flops * batch["atom_inputs"].shape[0] for flops in one))
 
 
-def megafold_preparation(contender: Contender) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:
+def megafold_preparation(contender: Contender, workload: str) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:
     """Apply the contender's plan (empty: the default plan) to a stock model."""
     plan = Plan.from_mapping(dict(contender.plan), file=f"contenders.{contender.name}.plan")
 
     def prepare(model: torch.nn.Module, device: str) -> Mapping[str, bool]:
         from megafold.model.optimize import optimize
 
-        report = optimize(model, plan)
+        report = optimize(model, plan, rollouts=rollouts(workload))
         print(report, flush=True)
         return {"shared_conditioning": plan.shared_conditioning, "fused_attention": plan.sdpa or plan.evoflash3d}
 
     return prepare
 
 
-def _check_supported(setting: Setting, device: str) -> None:
+def _check_supported(setting: Setting, contender: Contender, device: str) -> None:
     if setting.sp * setting.dp > 1 or setting.mode != "measured":
         raise Unsupported(f"sp={setting.sp}, dp={setting.dp}, mode={setting.mode}: one device is measured so far")
     if setting.workload == "as_published":
         raise Unsupported(
             "as_published: its steps differ (1-4 recycles, confidence at every tenth); no median is reported"
         )
+    if rollouts(setting.workload) and contender.provider != "megafold":
+        raise Unsupported(f"{setting.workload}: the stock model rolls out one structure an augmentation")
     if setting.dtype == "fp16":
         raise Unsupported("fp16: the trainer has no loss scaling; use bf16")
     if setting.dtype == "bf16" and device == "cpu":

@@ -16,7 +16,7 @@ C pair width, c single width, H heads of D, w atoms a window, W = ceil(M / w) wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megafold.metrics.architecture import Architecture, PairBlock, Stack
@@ -41,6 +41,7 @@ class Shape:
     msa_depth: int
     templates: int
     augmentations: int
+    rollouts: int
 
 
 class Work(NamedTuple):
@@ -272,11 +273,13 @@ def _modules(model: Architecture, shape: Shape, workload: str, redundant: bool) 
         "distogram_head": (none, distogram_head(model, shape)),
     }
     if workload != "core":
+        shape = replace(shape, augmentations=shape.rollouts)
+        copies = shape.rollouts if redundant else 1
         each = diffusion_module(
             model,
             shape,
-            pair_copies=shape.augmentations if redundant else 0,
-            condition_copies=shape.augmentations if redundant else 1,
+            pair_copies=shape.rollouts if redundant else 0,
+            condition_copies=copies,
         )
         evaluations = 2 * model.num_rollout_steps - 1  # Heun's method: two a step, one at the last
         modules["rollout"] = (none, each[0].plus(each[1]).times(evaluations))
@@ -284,10 +287,18 @@ def _modules(model: Architecture, shape: Shape, workload: str, redundant: bool) 
     return modules
 
 
-def _shape(model: Architecture, n_tokens: int, n_atoms: int, msa_depth: int, templates: int, augmentations) -> Shape:
+def _shape(
+    model: Architecture,
+    n_tokens: int,
+    n_atoms: int,
+    msa_depth: int,
+    templates: int,
+    augmentations: int | None,
+    rollouts: int | None,
+) -> Shape:
     if augmentations is None:
         augmentations = model.diffusion_num_augmentations
-    return Shape(n_tokens, n_atoms, msa_depth, templates, augmentations)
+    return Shape(n_tokens, n_atoms, msa_depth, templates, augmentations, rollouts or augmentations)
 
 
 def forward_flops(
@@ -298,6 +309,7 @@ def forward_flops(
     msa_depth: int,
     templates: int,
     augmentations: int | None = None,
+    rollouts: int | None = None,
     recycles: int = 1,
     workload: str = "core",
     redundant: bool = False,
@@ -308,6 +320,7 @@ def forward_flops(
         model_kwargs: constructor arguments of the model (a preset, or a preset with changes).
         n_tokens, n_atoms, msa_depth, templates: N, M, S and T of one structure.
         augmentations: A; the model's own number when left out.
+        rollouts: structures rolled out for the confidence head; as many as augmentations when left out.
         recycles: passes of the trunk.
         workload: ``core`` without, anything else with rollout and confidence head.
         redundant: count what the stock model repeats for equal inputs (see the module's docstring).
@@ -316,7 +329,7 @@ def forward_flops(
         ValueError: for a model option that is not modelled.
     """
     model = Architecture.from_kwargs(model_kwargs)
-    shape = _shape(model, n_tokens, n_atoms, msa_depth, templates, augmentations)
+    shape = _shape(model, n_tokens, n_atoms, msa_depth, templates, augmentations, rollouts)
     flops = {
         name: sum(work.total for work in parts) for name, parts in _modules(model, shape, workload, redundant).items()
     }
@@ -354,6 +367,7 @@ def iteration_flops(
     msa_depth: int,
     templates: int,
     augmentations: int | None = None,
+    rollouts: int | None = None,
     recycles: int = 1,
     workload: str = "core",
     shared_conditioning: bool = False,
@@ -368,7 +382,7 @@ def iteration_flops(
         Everything else: as in :func:`forward_flops`; the checkpoint flags in ``model_kwargs`` say what is recomputed.
     """
     model = Architecture.from_kwargs(model_kwargs)
-    shape = _shape(model, n_tokens, n_atoms, msa_depth, templates, augmentations)
+    shape = _shape(model, n_tokens, n_atoms, msa_depth, templates, augmentations, rollouts)
     earlier = ("template_embedder", "msa_module", "pairformer")
 
     def forward_only(modules: dict[str, tuple[Work, Work]]) -> float:

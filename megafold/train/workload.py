@@ -1,6 +1,8 @@
 """What one training step does: with or without the confidence head, and how often the trunk is recycled.
 
 ``core``: no confidence labels, one pass of the trunk. ``full``: with them (rollouts and confidence head at every step).
+``full_one_rollout``: the same with one rollout of a structure, as AF3 does, instead of one an augmentation as the stock
+model does; it needs a plan with ``asynchronous`` or ``chunked_heads`` (see `megafold.model.optimize.optimize`).
 ``as_published``: confidence labels at every tenth step, and one to four passes of the trunk, drawn for each step.
 """
 
@@ -10,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-WORKLOADS = ("core", "full", "as_published")
+WORKLOADS = ("core", "full", "full_one_rollout", "as_published")
 CONFIDENCE_LABELS = ("atom_indices_for_frame", "resolution", "resolved_labels", "valid_atom_indices_for_frame")
 CONFIDENCE_EVERY = 10
 MAX_RECYCLES = 4
@@ -18,7 +20,12 @@ MAX_RECYCLES = 4
 
 def has_confidence(workload: str, step: int) -> bool:
     """Whether step number ``step`` (from 0) of ``workload`` runs the confidence head."""
-    return workload == "full" or (workload == "as_published" and step % CONFIDENCE_EVERY == 0)
+    return workload in ("full", "full_one_rollout") or (workload == "as_published" and step % CONFIDENCE_EVERY == 0)
+
+
+def rollouts(workload: str) -> int | None:
+    """Structures rolled out for the confidence head; None: one for each augmentation, as in the stock model."""
+    return 1 if workload == "full_one_rollout" else None
 
 
 def recycles(workload: str, step: int, seed: int = 0) -> int:

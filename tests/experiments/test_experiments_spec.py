@@ -109,7 +109,11 @@ def test_settings_from_the_command_line_override(setting, found, sweep_file):
             "contenders.half.provider: unknown provider 'magafold'",
         ),
         ("model: tiny", "model: huge", "model: unknown preset 'huge'; known: paper"),
-        ("workload: core", "workload: hard", "workload: is 'hard'; allowed: core, full, as_published"),
+        (
+            "workload: core",
+            "workload: hard",
+            "workload: is 'hard'; allowed: core, full, full_one_rollout, as_published",
+        ),
         ("dtype: fp32", "dtype: fp8", "dtype: is 'fp8'; allowed: fp32, bf16, fp16"),
         ("what: iteration", "what: inference", "what: is 'inference'; allowed: iteration, kernel, data_pipeline"),
         ("msa_depth: 16", "msa_rows: 16", "shape.msa_rows: unknown key; allowed: n_tokens"),

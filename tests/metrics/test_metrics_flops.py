@@ -164,3 +164,14 @@ def test_mfu_is_a_fraction_of_the_peak():
     assert mfu(989e12, 2.0, 989e12) == 0.5
     with pytest.raises(ValueError):
         mfu(1.0, 0.0, 989e12)
+
+
+def test_one_rollout_costs_one_rollout_and_one_confidence_head():
+    kwargs, shape = preset("paper"), {"n_tokens": 64, "n_atoms": 512, "msa_depth": 16, "templates": 1}
+    core = forward_flops(kwargs, **shape)
+    many = forward_flops(kwargs, **shape, workload="full")
+    one = forward_flops(kwargs, **shape, workload="full", rollouts=1)
+    assert {name: one[name] for name in core} == core
+    shared = forward_flops(kwargs, **shape, workload="full", augmentations=1)
+    assert (one["rollout"], one["confidence_head"]) == (shared["rollout"], shared["confidence_head"])
+    assert 20 < many["rollout"] / one["rollout"] < 48 and 20 < many["confidence_head"] / one["confidence_head"] < 48

@@ -48,7 +48,7 @@ def test_exponent_without_a_dot_is_a_number(tmp_path):
         ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2", "at most"),
         ({"optimizer": [1]}, "optimizer", "mapping"),
         ({"model": {"preset": "huge"}}, "model.preset", "one of paper, demo, tiny"),
-        ({"workload": "half"}, "workload", "one of core, full, as_published"),
+        ({"workload": "half"}, "workload", "one of core, full, full_one_rollout, as_published"),
         ({"plan": {"fast": True}}, "plan.fast", "unknown switch"),
         ({"plan": {"sdpa": 1}}, "plan.sdpa", "true or false"),
         ({"data": {"cache": 3}}, "data.cache", "path"),
