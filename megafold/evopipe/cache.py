@@ -74,18 +74,20 @@ class StructureCache:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._expected = b""  # checksum of the index that the process had open from which this reader was sent
         self._reset()
 
     def _reset(self) -> None:
         self._index: Index | None = None
-        self._shards: OrderedDict[Path, int] = OrderedDict()
-        self._last: tuple[str, dict[str, Any], dict[str, codec.Table]] = ("", {}, {})  # the entry that was read last
+        self._shards: OrderedDict[int, int] = OrderedDict()
+        self._last_name = ""
+        self._last: tuple[np.void | None, dict[str, Any], dict[str, codec.Table]] = (None, {}, {})  # the last entry
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "expected": self._index.digest if self._index is not None else self._expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.path = state["path"]
+        self.path, self._expected = state["path"], state["expected"]
         self._reset()
 
     def __enter__(self) -> StructureCache:
@@ -106,7 +108,11 @@ class StructureCache:
     def index(self) -> Index:
         """The index. Reads at given places, so that a fork can share it with its parent."""
         if self._index is None:
-            self._index = Index(self.path)
+            index = Index(self.path)
+            if self._expected not in (b"", index.digest):
+                index.close()
+                raise InputError(self.path, "cache", "was changed by a build since this run opened it; run again")
+            self._index = index
         return self._index
 
     def entries(self) -> list[str]:
@@ -125,17 +131,25 @@ class StructureCache:
             raise InputError(self.path, name, "no such entry in the cache")
         return row
 
+    def shard_handle(self, row: np.void) -> int:
+        """The open file (its descriptor) that holds the entry of a row."""
+        number = int(row["shard"])
+        if number not in self._shards:
+            path = self.index.shard_path(row)
+            if len(self._shards) >= OPEN_SHARDS:
+                os.close(self._shards.popitem(last=False)[1])
+            try:
+                self._shards[number] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                problem = f"its shard {path} cannot be opened ({os.strerror(error.errno or 0)}); copy the folder with "
+                problem += "the cache, or run megafold cache repair"
+                raise InputError(self.path, row["name"].decode(), problem) from error
+        return self._shards[number]
+
     def _pread(self, row: np.void, offset: int, size: int, digest: bytes, what: str) -> bytes:
-        name, path = row["name"].decode(), self.index.shard_path(row)
+        name = row["name"].decode()
         try:
-            if path not in self._shards:
-                if len(self._shards) >= OPEN_SHARDS:
-                    os.close(self._shards.popitem(last=False)[1])
-                self._shards[path] = os.open(path, os.O_RDONLY)
-            data = os.pread(self._shards[path], size, offset)
-        except FileNotFoundError as error:
-            problem = f"its shard {path} is missing; copy the folder with the cache, or `megafold cache repair`"
-            raise InputError(self.path, name, problem) from error
+            data = os.pread(self.shard_handle(row), size, offset)
         except (OSError, OverflowError, ValueError) as error:
             raise InputError(self.path, name, f"corrupt entry ({what}: {error})") from error
         if codec.checksum(data) != digest:
@@ -150,8 +164,8 @@ class StructureCache:
         """Where the blocks of each stored array of an entry lie in its shard."""
         return self._described(name)[2]
 
-    def _described(self, name: str) -> tuple[str, dict[str, Any], dict[str, codec.Table]]:
-        if self._last[0] == name:
+    def _described(self, name: str) -> tuple[np.void, dict[str, Any], dict[str, codec.Table]]:
+        if self._last_name == name:
             return self._last
         row = self.row(name)
         data = self._pread(row, int(row["meta_offset"]), int(row["meta_bytes"]), row["meta_sum"].tobytes(), "meta")
@@ -163,25 +177,28 @@ class StructureCache:
             _check_sizes(tables, row)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(self.path, name, f"corrupt entry (meta: {error})") from error
-        self._last = name, meta, tables
+        self._last_name, self._last = name, (row, meta, tables)
         return self._last
 
     def _array(
         self, name: str, array: str, rows: tuple[int, int] | None = None, columns: np.ndarray | None = None
     ) -> np.ndarray:
         """An array; with rows and columns, one as wide and as long whose other blocks are not filled in."""
-        row, table = self.row(name), self.tables(name)[array]
-        out = np.empty(table.shape, table.dtype)
+        row, _, tables = self._described(name)
+        table = tables[array]
+        out = None
         for corner, (offset, size, digest) in table.chosen(rows, columns):
             data = self._pread(row, offset, size, digest, f"dataset {array}")
             try:
                 block = codec.unpack(data, table.dtype, table.block)
             except codec.BadBlock as error:
                 raise InputError(self.path, name, f"corrupt entry (dataset {array}: {error})") from error
-            place = tuple(slice(first, first + step) for first, step in zip(corner, table.block))
-            target = out[place]
+            if table.block == table.shape:
+                return block
+            out = np.empty(table.shape, table.dtype) if out is None else out
+            target = out[tuple(slice(first, first + step) for first, step in zip(corner, table.block))]
             target[...] = block[tuple(slice(0, size) for size in target.shape)]
-        return out
+        return np.empty(table.shape, table.dtype) if out is None else out
 
     def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
         meta = self.meta(name)
@@ -232,7 +249,7 @@ class StructureCache:
         msa = self._array(name, "msa", (int(rows[0]), int(rows[-1])), columns)
         sparse = {array: self._array(name, array) for array in codec.SPARSE}
         if len(rows) == len(msa):
-            return msa[:, columns], codec.dense_deletions(sparse, rows, columns, len(keep))
+            return msa.take(columns, axis=1), codec.dense_deletions(sparse, rows, columns, len(keep))
         return msa[rows[:, None], columns[None, :]], codec.dense_deletions(sparse, rows, columns, len(keep))
 
     def verify(self) -> Iterator[str]:

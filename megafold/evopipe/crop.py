@@ -202,30 +202,6 @@ def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:
     return {"molecule_atom_indices": center, "distogram_atom_indices": distogram, "atom_indices_for_frame": frame}
 
 
-def windowed_atom_pairs(position: Tensor, molecule: np.ndarray, window: int = layout.ATOMS_PER_WINDOW) -> Tensor:
-    """Atom pair features in windows (AF3 algorithm 5, lines 2-6): float32 [ceil(M / w), w, 2 w, 5].
-
-    Offset vector, 1 / (1 + d^2) and 1 for pairs in one molecule, else 0. Window i holds its own atoms against those of
-    windows i - 1 and i. Equal to the baseline's windowing of its dense [M, M, 5] tensor, which is never made.
-
-    Args:
-        position: reference positions, float32 [M, 3], angstrom.
-        molecule: ascending molecule number of each atom, from 0, int [M].
-    """
-    n_windows = -(-len(position) // window)
-    own = np.full((n_windows + 1, window), -1)  # row 0 stands for the window before the first
-    own[1:].reshape(-1)[: len(position)] = molecule
-    keys = np.concatenate([own[:-1], own[1:]], axis=-1)
-    where = ((own[1:, :, None] == keys[:, None, :]) & (own[1:, :, None] >= 0)).nonzero()
-    query = torch.from_numpy(where[0] * window + where[1])
-    key = torch.from_numpy((where[0] - 1) * window + where[2])
-    offset = position[query] - position[key]
-    inverse = (1 + offset.norm(dim=-1, p=2) ** 2) ** -1
-    pairs = np.zeros((n_windows, window, 2 * window, 5), np.float32)
-    pairs[where] = torch.cat([offset, inverse[:, None], torch.ones_like(inverse)[:, None]], dim=-1).numpy()
-    return torch.from_numpy(pairs)
-
-
 def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True) -> dict[str, Tensor | None]:
     """The fields of the baseline's `AtomInput` that come from the structure, for the tokens in `keep`.
 
@@ -234,7 +210,8 @@ def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True)
         keep: bool [N], at least one True.
         training: install bonds of the mmCIF file (`_struct_conn`), which the baseline does in training only.
 
-    Returns: tensors by field name; shapes as in `alphafold3_pytorch.inputs.AtomInput`, atom pairs windowed.
+    Returns: tensors by field name; shapes as in `alphafold3_pytorch.inputs.AtomInput`. In place of the atom pairs there
+        is `atom_molecules`, int32 [M], the molecule of each atom (`megafold.evopipe.expand.atom_pairs`).
     """
     crop = Crop(entry, keep)
     tokens, n, n_atoms = crop.tokens, len(crop.tokens), len(crop.atoms)
@@ -266,8 +243,8 @@ def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True)
         "token_bonds": _token_bonds(crop, segments, entity, symmetry, training=training),
         "atom_parent_ids": np.repeat(chain_of_residue, crop.residue_atoms),
         "missing_atom_mask": np.ascontiguousarray(crop.atoms["missing"]),
+        "atom_molecules": molecule.astype(np.int32),
         **_atom_indices(crop),
     }
     tensors = {name: torch.from_numpy(value) for name, value in values.items()}
-    tensors["atompair_inputs"] = windowed_atom_pairs(position, molecule)
     return {**tensors, "atom_pos": position, "resolved_labels": resolved, "resolution": resolution}

@@ -94,6 +94,7 @@ class Index:
             self._blocks = safe_hdf5.table(file, "blocks", _block_type(numbers["name_width"]))
             if safe_hdf5.digest(file) != _digest(numbers, shards, self._blocks):
                 raise InputError(self.path, "cache", "corrupt index (checksum)")
+            self.digest = safe_hdf5.digest(file)
             handle = os.open(self.path, os.O_RDONLY)
         self.msa_depth, self._count = numbers["msa_depth"], numbers["entries"]
         self.shards = [name.decode() for name in shards.tolist()]

@@ -87,8 +87,9 @@ ARRAYS = {
     "profile": np.dtype("<f4"),  # [N, 33] residue profile and mean deletion, over the uncropped alignment
     "template_mask": np.dtype("?"),  # [T]
     "template_classes": np.dtype("u1"),  # [T, N] residue class of the template
-    "template_pairs": np.dtype("<f4"),  # [blocks] of [T, n, n, 44], flattened, one block per chain that has a template
-    "template_blocks": np.dtype("<i4"),  # [blocks, 2] first token and n of each block
+    "template_positions": np.dtype("<f8"),  # [T, N, 3] distogram atom of the template's residue, angstrom
+    "template_frames": np.dtype("<f8"),  # [T, N, 3, 3] its three frame atoms
+    "template_state": np.dtype("u1"),  # [T, N] bits: template_geometry.DISTOGRAM_ATOM, FRAME, PRESENT
 }
 
 

@@ -1,4 +1,4 @@
-"""Training batches from the cache: crop, choose alignment rows, and collate to the keyword arguments of the model.
+"""Training batches from the cache: crop, choose alignment rows, and collate, in a compact form; see `expand`.
 
 What one example is depends on (entry, epoch, seed) alone, not on the worker, the order, or the batch.
 """
@@ -6,8 +6,7 @@ What one example is depends on (entry, epoch, seed) alone, not on the worker, th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,65 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megafold.errors import InputError
-from megafold.evopipe import augment, crop, layout, templates
+from megafold.evopipe import augment, crop
 from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.expand import ABSENT, GEOMETRY, NOTHING, expand
 from megafold.evopipe.layout import Entry
 
 CONFIDENCE_FIELDS = ("resolved_labels", "atom_indices_for_frame")
+NOT_FOR_THE_MODEL = ("chains",)
+# what fills a batch up where an example is shorter; else -1 for integers, False and 0, as in the baseline
+PADDING = {
+    "molecule_atom_lens": 0,
+    "missing_atom_mask": True,
+    "msa_classes": NOTHING,
+    "template_classes": NOTHING,
+    "template_state": 0,
+    "deletion_codes": 0,
+}
+FEW_VALUES = 256  # deletion values up to which their codes fit into one byte
 
 
-def alignment_features(msa: np.ndarray, deletions: np.ndarray, values: np.ndarray) -> dict[str, Tensor]:
-    """One-hot alignment float32 [S, n, 32], deletion features [S, n, 2] and row mask [S], as the baseline has them.
+def compact_features(
+    entry: Entry, keep: np.ndarray, msa: np.ndarray, deletions: np.ndarray, *, training: bool = True
+) -> dict[str, Tensor | None]:
+    """One example for the tokens in `keep` and the alignment rows given (already cropped), as `expand.expand` takes it.
 
     Args:
+        entry: the uncropped structure; its alignment is not needed.
+        keep: bool [N].
         msa: residue classes, uint8 [S, n].
-        deletions: index into `values`, uint16 [S, n].
-        values: the deletion feature, float32.
+        deletions: index into the entry's `deletion_values`, uint16 [S, n].
+        training: install the bonds of the mmCIF file, as the baseline does in training only.
     """
-    # numpy, not torch: its large arrays come in huge pages, which makes this several times faster
-    one_hot = np.eye(layout.NUM_MSA_CLASSES, dtype=np.float32).take(msa, axis=0)
-    table = np.stack([(values > 0).astype(np.float32), values], axis=-1)
+    arrays = entry.arrays
+    values = arrays["deletion_values"]
+    codes = deletions.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16)
+    arrays_of_template = {name: np.ascontiguousarray(arrays[name][:, keep]) for name in GEOMETRY}
+    made = {
+        "msa_classes": np.ascontiguousarray(msa),
+        "deletion_codes": codes,
+        "deletion_values": values.astype(np.float32),
+        "msa_mask": np.ones(len(msa), bool),
+        "additional_token_feats": arrays["profile"][keep],
+        "template_mask": arrays["template_mask"].copy(),
+        **arrays_of_template,
+    }
     return {
-        "msa": torch.from_numpy(one_hot),
-        "additional_msa_feats": torch.from_numpy(table.take(deletions, axis=0)),
-        "msa_mask": torch.ones(len(msa), dtype=torch.bool),
+        **crop.structure_features(entry, keep, training=training),
+        **{name: torch.from_numpy(value) for name, value in made.items()},
     }
 
 
 def model_features(
     entry: Entry, keep: np.ndarray, msa: np.ndarray, deletions: np.ndarray, *, training: bool = True
 ) -> dict[str, Tensor | None]:
-    """Every field of an `AtomInput` for the tokens in `keep` and the alignment rows given (already cropped).
+    """Every field of an `AtomInput`: `compact_features`, expanded.
 
     Equal to the baseline's for the same crop mask and alignment rows, bit for bit, with atom pairs windowed.
     """
-    arrays = entry.arrays
-    template, template_mask = templates.dense(arrays, keep)
-    return {
-        **crop.structure_features(entry, keep, training=training),
-        **alignment_features(msa, deletions, arrays["deletion_values"]),
-        "additional_token_feats": torch.from_numpy(arrays["profile"][keep]),
-        "templates": template,
-        "template_mask": template_mask,
-    }
+    made = expand(compact_features(entry, keep, msa, deletions, training=training))
+    return {name: value for name, value in made.items() if name not in ABSENT}
 
 
 class CachedStructures(Dataset):
@@ -98,12 +115,11 @@ class CachedStructures(Dataset):
         self.cache = StructureCache(cache)
         self.crop_size, self.msa_depth, self.seed, self.weights = crop_size, msa_depth, seed, weights
         self.labels, self.templates, self.training = labels, templates, training
-        known = self.cache.entries()
-        self.entries = list(known if entries is None else entries)
-        unknown = [entry for entry in self.entries if entry not in known]
-        if unknown or not self.entries:
+        known = self.cache.names
+        self.entries: Sequence[str] = known if entries is None else list(entries)
+        unknown = [entry for entry in self.entries if entry not in known] if entries is not None else []
+        if unknown or not len(self.entries):
             raise InputError(self.cache.path, unknown[0] if unknown else "entries", "no such entry in the cache")
-        self.cache.close()  # workers open their own
         # shared, so that workers that outlive an epoch see the next one
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
@@ -118,23 +134,34 @@ class CachedStructures(Dataset):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def features(self, index: int) -> dict[str, Tensor | None]:
-        """Fields of example `index` by name."""
-        name = self.entries[index]
+    def __getitem__(self, index: int) -> dict[str, Tensor | None]:
+        """Example `index` in its compact form, and `chains`."""
+        return self.read(self.entries[index])
+
+    def choose(self, name: str) -> tuple[Entry, augment.Choice, np.ndarray]:
+        """An entry without its alignment, and the tokens and alignment rows that its example has in this epoch."""
         entry = self.cache.read_structure(name)
         choice = augment.choose_crop(entry, self.crop_size, epoch=self.epoch, seed=self.seed, weights=self.weights)
         available = self.cache.msa_depth(name)
-        rows = augment.choose_rows(name, available, self.msa_depth, epoch=self.epoch, seed=self.seed)
+        return entry, choice, augment.choose_rows(name, available, self.msa_depth, epoch=self.epoch, seed=self.seed)
+
+    def read(self, name: str) -> dict[str, Tensor | None]:
+        """The example of an entry in this epoch, as `__getitem__` gives it."""
+        entry, choice, rows = self.choose(name)
         msa, deletions = self.cache.read_alignment(name, rows, choice.keep)
-        fields = model_features(entry, choice.keep, msa, deletions, training=self.training)
+        fields = compact_features(entry, choice.keep, msa, deletions, training=self.training)
         fields["chains"] = torch.tensor(choice.chains)
         if not self.templates:
-            fields["templates"] = fields["template_mask"] = None
+            fields |= dict.fromkeys([*GEOMETRY, "template_mask"])
         if not self.labels:
             fields |= dict.fromkeys(CONFIDENCE_FIELDS)
         return fields
 
-    def __getitem__(self, index: int) -> Any:
+    def features(self, index: int) -> dict[str, Tensor | None]:
+        """Fields of an `AtomInput` of example `index` by name (all but the file's)."""
+        return {name: value for name, value in expand(self[index]).items() if name not in ABSENT}
+
+    def atom_input(self, index: int) -> Any:
         """Example `index` as an `alphafold3_pytorch.inputs.AtomInput`."""
         from alphafold3_pytorch.inputs import AtomInput
 
@@ -157,12 +184,34 @@ class ShuffledByEpoch(Sampler[int]):
         return iter(rng.permutation(len(self.dataset)).tolist())
 
 
-def collate(examples: list[Any], window: int = layout.ATOMS_PER_WINDOW) -> dict[str, Tensor | None]:
-    """The baseline's collation: pad, stack, and keep what `Alphafold3.forward` takes."""
-    from alphafold3_pytorch.inputs import collate_inputs_to_batched_atom_input
+def collate(examples: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
+    """Compact examples, filled up to the longest in every dimension and stacked, as the baseline's collation does."""
+    batch = {}
+    for name in examples[0]:
+        values = [example[name] for example in examples]
+        present = [value for value in values if value is not None]
+        if name in NOT_FOR_THE_MODEL:
+            continue
+        if not present:
+            batch[name] = None
+            continue
+        dtype = max((value.dtype for value in present), key=lambda kind: kind.itemsize)  # codes may differ
+        padding = PADDING.get(name, 0 if dtype.is_floating_point or dtype == torch.bool else -1)
+        shape = [max(sizes) for sizes in zip(*(value.shape for value in present))]
+        out = torch.full((len(values), *shape), padding, dtype=dtype)
+        for target, value in zip(out, values):
+            if value is not None:
+                target[tuple(slice(0, size) for size in value.shape)] = value
+        batch[name] = out
+    return batch
 
-    batch = collate_inputs_to_batched_atom_input(examples, atoms_per_window=window, transform_to_atom_inputs=False)
-    return batch.model_forward_dict()
+
+class ExpandingLoader(DataLoader):
+    """Batches as the model takes them: expanded here, in the main process, on the CPU."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            yield expand(batch)
 
 
 def _one_thread(_worker: int) -> None:
@@ -181,9 +230,11 @@ def make_loader(
     labels: bool = True,
     shuffle: bool = True,
     templates: bool = True,
+    compact: bool = False,
 ) -> DataLoader:
     """Batches of keyword arguments for `Alphafold3.forward`: `dict[str, Tensor | None]` on the CPU.
 
+    With `compact` they are what the workers made, 50 times smaller: move them to the device and call `expand.expand`.
     Call `loader.dataset.set_epoch(epoch)` before each epoch; it decides order, crops and alignment rows. Atom pairs are
     windowed, [batch, windows, 27, 54, 5]. Arguments as in `CachedStructures`; `workers` are processes.
     """
@@ -196,12 +247,12 @@ def make_loader(
         labels=labels,
         templates=templates,
     )
-    return DataLoader(
+    return (DataLoader if compact else ExpandingLoader)(
         dataset,
         batch_size=batch_size,
         sampler=ShuffledByEpoch(dataset, shuffle=shuffle),
         num_workers=workers,
-        collate_fn=partial(collate),
+        collate_fn=collate,
         worker_init_fn=_one_thread,
         persistent_workers=workers > 0,
     )

@@ -45,7 +45,8 @@ def make_entry():
         sizes = {
             "tokens": (n,), "residues": (n,), "atoms": (8 * n,), "bonds": (5,), "links": (2,), "link_tokens": (7,),
             "msa": (rows, n), "deletions": (rows, n), "deletion_values": (9,), "profile": (n, 33),
-            "template_mask": (1,), "template_classes": (1, n), "template_pairs": (0,), "template_blocks": (0, 2),
+            "template_mask": (1,), "template_classes": (1, n), "template_state": (1, n),
+            "template_positions": (1, n, 3), "template_frames": (1, n, 3, 3),
         }  # fmt: skip
         arrays = {}
         for key, dtype in layout.ARRAYS.items():

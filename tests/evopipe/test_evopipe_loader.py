@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megafold.errors import InputError
-from megafold.evopipe import crop, layout
-from megafold.evopipe.loader import CachedStructures, make_loader
+from megafold.evopipe import expand, layout
+from megafold.evopipe.loader import CachedStructures, collate, make_loader
 
 NAMES = ["1kd8-assembly1", "2q2k-assembly1", "4zey-assembly1"]
 
@@ -83,23 +85,53 @@ def test_order_is_a_function_of_seed_and_epoch(sample_cache):
 def test_example_is_the_input_class_of_the_baseline(sample_cache):
     from alphafold3_pytorch.inputs import AtomInput
 
-    example = CachedStructures(sample_cache, crop_size=48, msa_depth=8, entries=NAMES)[0]
+    example = CachedStructures(sample_cache, crop_size=48, msa_depth=8, entries=NAMES).atom_input(0)
     assert isinstance(example, AtomInput) and example.filepath == NAMES[0]
 
 
-def test_alignment_is_subsampled_and_keeps_the_query(sample_cache):
+def test_alignment_is_subsampled_without_repetition(sample_cache):
     data = CachedStructures(sample_cache, crop_size=1000, msa_depth=4, entries=["2q2k-assembly1"])
-    whole = CachedStructures(sample_cache, crop_size=1000, msa_depth=1000, entries=["2q2k-assembly1"]).features(0)[
-        "msa"
-    ]
+    whole = CachedStructures(sample_cache, crop_size=1000, msa_depth=1000, entries=["2q2k-assembly1"])[0]["msa_classes"]
+    place = {row.numpy().tobytes(): number for number, row in enumerate(whole)}
     seen = set()
     for epoch in range(6):
         data.set_epoch(epoch)
-        rows = data.features(0)["msa"]
-        assert len(rows) == 4 and torch.equal(rows[0], whole[0])
-        found = [next(i for i in range(len(whole)) if torch.equal(row, whole[i])) for row in rows]
+        found = [place[row.numpy().tobytes()] for row in data[0]["msa_classes"]]
+        assert len(found) == 4 and found == sorted(set(found))
         seen.update(found)
     assert len(seen) > 4
+
+
+def test_compact_batch_is_small_and_expands_to_what_the_model_takes(sample_cache):
+    compact = next(iter(loader(sample_cache, batch_size=3, shuffle=False, compact=True)))
+    batch = next(iter(loader(sample_cache, batch_size=3, shuffle=False)))
+    assert equal(expand.expand(compact), batch) and expand.expand(batch) == batch
+    size, expanded = (sum(value.nbytes for value in one.values() if value is not None) for one in (compact, batch))
+    assert size < expanded / 10
+    assert not {"msa", "templates", "atompair_inputs", "additional_msa_feats"} & set(compact)
+
+
+def test_collation_equals_that_of_the_baseline(sample_cache):
+    """Two examples of other sizes in every dimension, with labels in one of them only."""
+    from alphafold3_pytorch.inputs import collate_inputs_to_batched_atom_input
+
+    data = CachedStructures(sample_cache, crop_size=40, msa_depth=8, entries=["2q2k-assembly1", "1psm-assembly1"])
+    inputs, examples = [data.atom_input(i) for i in range(2)], [data[i] for i in range(2)]
+    examples[1] |= {"resolution": None, "resolved_labels": None}
+    inputs[1].resolution = inputs[1].resolved_labels = None
+    assert len({len(one.msa) for one in inputs}) == len({len(one.atom_pos) for one in inputs}) == 2
+    stock = collate_inputs_to_batched_atom_input(
+        inputs, atoms_per_window=layout.ATOMS_PER_WINDOW, transform_to_atom_inputs=False
+    ).model_forward_dict()
+    batch = expand.expand(collate(examples))
+    assert set(batch) == set(stock)
+    different = [
+        name
+        for name, value in stock.items()
+        if (value is None) != (batch[name] is None)
+        or (value is not None and (value.dtype != batch[name].dtype or not torch.equal(value, batch[name])))
+    ]
+    assert different == []
 
 
 @pytest.mark.parametrize(
@@ -130,7 +162,7 @@ def test_windows_equal_those_of_the_dense_pairs(n_atoms):
     position = torch.randn(n_atoms, 3, generator=generator) * 9
     molecule = torch.randint(0, 2, (n_atoms,), generator=generator).cumsum(0) // 3
     dense = atom_ref_pos_to_atompair_inputs(position, molecule)
-    windows = crop.windowed_atom_pairs(position, molecule.numpy())
+    windows = expand.atom_pairs(position, molecule)
     assert torch.equal(windows, full_pairwise_repr_to_windowed(dense, layout.ATOMS_PER_WINDOW))
 
 
@@ -166,7 +198,8 @@ def test_measured_paths_read_comparable_examples(sample, sample_cache):
 
     name = "2q2k-assembly1"
     stock = measure.read_stock_example(sample, name, 64, 16, seed=0)
-    cached = measure.read_cached_example(sample_cache, name, 64, 16, seed=0)
+    compact = measure.read_cached_example(CachedStructures(sample_cache, crop_size=64, msa_depth=16), name)
+    cached = SimpleNamespace(**expand.expand(compact))
     assert len(stock.molecule_ids) == len(cached.molecule_ids) == 64
     assert len(stock.msa) == len(cached.msa) == 16
     assert stock.templates.shape == cached.templates.shape

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafold.evopipe import alignments, assembly, ccd, featurize, structure, templates
+from megafold.evopipe import alignments, assembly, ccd, expand, featurize, structure, template_geometry, templates
 from megafold.evopipe.report import Log
 
 NAME = "2q2k-assembly1"
@@ -19,6 +19,10 @@ def parsed(sample):
     ccd.install()
     path = sample.mmcif / "2q2k.cif"
     return structure.parse(assembly.build(alignments.read_text(path), NAME, str(path)).text, NAME, str(path))
+
+
+def crop(arrays, mask):
+    return [torch.from_numpy(arrays[name][:, mask]) for name in expand.GEOMETRY]
 
 
 def biomolecule_of(parsed, chain):
@@ -55,12 +59,13 @@ def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkey
     tokens = np.zeros(len(parsed.biomolecule.chain_id))
     arrays = templates.features(source, NAME, chains, parsed, tokens, Log("", NAME))
     keep = np.random.default_rng(0).random(len(tokens)) < 0.4
+    chain_of = torch.from_numpy(parsed.biomolecule.chain_index.astype(np.int64))
     for mask in (np.ones(len(tokens), bool), keep):
-        dense, real = templates.dense(arrays, mask)
+        dense = template_geometry.expand(*crop(arrays, mask), chain_of[torch.from_numpy(mask)])
         assert torch.equal(dense, stock["templates"][:, mask][:, :, mask])
-        assert torch.equal(real, stock["template_mask"])
     assert int(stock["template_mask"].sum()) == max(hits.values(), default=0)
-    assert arrays["template_pairs"].size < stock["templates"].numel() / 10
+    assert np.array_equal(arrays["template_mask"], stock["template_mask"].numpy())
+    assert sum(array.nbytes for array in arrays.values()) < 60 * 4 * len(tokens)
 
 
 def test_hits_without_kalign_are_noted_and_empty(sample, parsed, tmp_path):
@@ -68,4 +73,4 @@ def test_hits_without_kalign_are_noted_and_empty(sample, parsed, tmp_path):
     log = Log("", NAME)
     arrays = templates.features(replace(sample, templates=tmp_path), NAME, ["A"], parsed, np.zeros(30), log)
     assert "data.kalign is not set" in log.findings[0].reason and log.findings[0].action
-    assert not arrays["template_mask"].any() and arrays["template_pairs"].size == 0
+    assert not arrays["template_mask"].any() and not arrays["template_state"].any()
