@@ -127,9 +127,11 @@ def train(config: Path) -> None:
     from megafold.train.loop import train as run
 
     report = run(settings)
-    typer.echo(f"step {report.step}, loss {report.loss}, log {report.log}, checkpoint {report.checkpoint}")
+    if report.leads:
+        typer.echo(f"step {report.step}, loss {report.loss}, log {report.log}, checkpoint {report.checkpoint}")
     if report.stopped_by:
-        typer.echo(f"stopped by {report.stopped_by}; the same command resumes", err=True)
+        if report.leads:
+            typer.echo(f"stopped by {report.stopped_by}; the same command resumes", err=True)
         raise typer.Exit(EXIT_STOPPED)
 
 
@@ -272,11 +274,14 @@ def compare(
 
 
 @app.command()
-def doctor(site: Annotated[str | None, typer.Option(help="also check this site's settings")] = None) -> None:
+def doctor(
+    site: Annotated[str | None, typer.Option(help="also check this site's settings")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="predict the peak memory at this many tokens")] = None,
+) -> None:
     """Say which versions and devices are here, and what would run where."""
     from megafold.doctor import diagnose
 
-    typer.echo(diagnose())
+    typer.echo(diagnose(memory))
     if site is not None:
         from cluster.site import load_site
 

@@ -10,12 +10,17 @@ PACKAGES = ("torch", "triton", "alphafold3-pytorch", "rdkit", "h5py", "submitit"
 PEERS = ("trifast", "cuequivariance-torch", "openfold3", "protenix", "liger-kernel")
 
 
-def diagnose() -> str:
-    """One line a fact, for `megafold doctor`."""
+def diagnose(memory: int | None = None) -> str:
+    """One line a fact, for `megafold doctor`; with ``memory`` also what a training step at that many tokens needs."""
     lines = [f"python {platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores"]
     lines += [f"{name} {_version(name) or 'is missing'}" for name in PACKAGES]
     lines += [f"peer {name}: {_version(name) or 'not installed (make baselines)'}" for name in PEERS]
-    return "\n".join(lines + _devices())
+    lines += _devices()
+    if memory is not None:
+        from megafold.metrics.memory_model import memory_lines
+
+        lines += memory_lines(memory)
+    return "\n".join(lines)
 
 
 def _version(name: str) -> str | None:

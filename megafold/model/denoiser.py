@@ -119,7 +119,7 @@ def share(
     copies = features[0].copies
     atom_feats, atompairs, single_trunk, single_inputs, pairwise_trunk, relative = (t.once for t in features)
     lengths = molecule_atom_lens[::copies]
-    pairs = self.pairwise_conditioner(pairwise_trunk=pairwise_trunk, pairwise_rel_pos_feats=relative)
+    pairs = recomputed(_condition_pairs, self, self.pairwise_conditioner, pairwise_trunk, relative)
     singles = self.single_conditioner.norm_single(torch.cat((single_trunk, single_inputs), dim=-1))
     return Shared(
         pairs=Repeated(pairs, copies, memory),
@@ -156,6 +156,10 @@ def precondition(
 def confidence_of_copies(self: ConfidenceHead, **kwargs: object) -> object:
     """``ConfidenceHead.forward``: here each copy has coordinates of its own, so the copies are made."""
     return type(self).forward(self, **{name: materialize(value) for name, value in kwargs.items()})
+
+
+def _condition_pairs(conditioner: Module, trunk: Tensor, relative: Tensor) -> Tensor:
+    return conditioner(pairwise_trunk=trunk, pairwise_rel_pos_feats=relative)
 
 
 def _condition_single(conditioner: Module, noise: Tensor, singles: Repeated) -> Tensor | Repeated:

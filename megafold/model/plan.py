@@ -23,7 +23,8 @@ class Plan:
         chunked_heads: distogram and confidence head and the losses on pairs of atoms work on a part at a time; the
             confidence head's gradients are summed up as they come.
         recompute: under checkpointing one tensor is kept for each block of the diffusion transformers, and atom pairs,
-            single conditioning and position encodings are computed again in the backward.
+            single and pair conditioning and position encodings are computed again in the backward; for long structures
+            the Pairformer keeps one tensor for a group of blocks.
         sdpa: attention goes through ``torch.nn.functional.scaled_dot_product_attention``.
         evoflash3d: triangle, single and token attention go through :func:`megafold.evoflash3d.api.evoflash3d`. What
             that kernel cannot express, and devices that its kernels do not run on, stay with ``sdpa`` (if on), else

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 RECOMPUTES = "_megafold_recomputes"
+# From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
+# of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
+GROUPED_FROM = 1536
+GROUP = 8
 
 
 def recomputed(function: Callable[..., Any], module: Module, *args: Any) -> Any:
@@ -65,6 +69,36 @@ def transformer_blocks(
         )
         first_values = values if first_values is None else first_values
     return noised_repr
+
+
+def pairformer_blocks(
+    self: Module, *, single_repr: Tensor, pairwise_repr: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``PairformerStack.to_checkpointed_layers`` (AF3 algorithm 17) for long structures: blocks checkpointed in groups.
+
+    Shorter ones, value residuals and recurrent depth take the stock way.
+    """
+    stock_way = type(self).to_checkpointed_layers
+    if pairwise_repr.shape[1] < GROUPED_FROM or self.add_value_residual or self.recurrent_depth > 1:
+        return stock_way(self, single_repr=single_repr, pairwise_repr=pairwise_repr, mask=mask)
+
+    def block(single: Tensor, pairs: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+        pair_block, attention, transition = layer
+        pairs = pair_block(pairs, mask=mask)
+        single = single + attention(single, pairwise_repr=pairs, mask=mask)
+        return transition(single) + single, pairs
+
+    def group(single: Tensor, pairs: Tensor, layers: list[Any]) -> tuple[Tensor, Tensor]:
+        for layer in layers:
+            single, pairs = checkpoint(block, single, pairs, layer, use_reentrant=False)
+        return single, pairs
+
+    layers = list(self.layers)
+    for start in range(0, len(layers), GROUP):
+        single_repr, pairwise_repr = checkpoint(
+            group, single_repr, pairwise_repr, layers[start : start + GROUP], use_reentrant=False
+        )
+    return single_repr, pairwise_repr
 
 
 def relative_positions(self: Module, *, additional_molecule_feats: Tensor) -> Tensor:

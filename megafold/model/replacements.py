@@ -22,6 +22,7 @@ asynchronous          WeightedRigidAlign.forward                              al
 asynchronous          AtomToTokenPooler.forward                               tokens.pool_atoms
 chunked_heads         SmoothLDDTLoss.forward                                  lddt.smooth_lddt_loss
 recompute             DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
+recompute             PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
 ====================  ======================================================  ==========================================
 
@@ -63,6 +64,7 @@ _BY_KIND: tuple[tuple[str, type[Module], str, Callable[..., Any], str], ...] = (
         recompute.transformer_blocks,
         "transformer blocks",
     ),
+    ("recompute", stock.PairformerStack, "to_checkpointed_layers", recompute.pairformer_blocks, "pair blocks"),
     ("recompute", stock.RelativePositionEncoding, "forward", recompute.relative_positions, "position encoding"),
 )
 

@@ -79,9 +79,11 @@ def _batch(
 
 @pytest.fixture()
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads and losses in as many chunks as there can be: a small structure would be one."""
-    from megafold.model import confidence, lddt, pair_loss
+    """Heads and losses in as many chunks as there can be, blocks in groups: what long structures get."""
+    from megafold.model import confidence, lddt, pair_loss, recompute
 
+    monkeypatch.setattr(recompute, "GROUPED_FROM", 1)
+    monkeypatch.setattr(recompute, "GROUP", 2)
     for module, name in ((confidence, "CHUNK_PAIRS"), (lddt, "CHUNK_PAIRS"), (pair_loss, "CHUNK_LOGITS")):
         monkeypatch.setattr(module, name, 1)
 

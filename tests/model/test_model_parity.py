@@ -13,6 +13,10 @@ PLANS = {
     "all": Plan(),
     "all-through-evoflash3d": Plan(sdpa=False),
 }
+CHECKPOINTED = {
+    **{f"checkpoint_{part}": True for part in ("diffusion_module", "trunk_pairformer", "distogram_head")},
+    "pairformer_stack": {"depth": 3},
+}
 # name -> lengths of the structures, arguments of the batch, of the model, of forward
 CASES = {
     "one": ((11,), {}, {}, {}),
@@ -23,9 +27,9 @@ CASES = {
         {},
         {"num_recycling_steps": 2},
     ),
-    "checkpointed": ((11, 6), {}, {"checkpoint_diffusion_module": True, "checkpoint_distogram_head": True}, {}),
+    "checkpointed": ((11, 6), {}, CHECKPOINTED, {}),
     "auxiliary-losses": ((9, 9), {}, {}, {"diffusion_add_bond_loss": True, "diffusion_add_smooth_lddt_loss": True}),
-    "distance-labels-and-no-bonds": ((8, 6), {"distances": True}, {}, {}),
+    "distance-labels-and-no-bonds": ((10, 6), {"distances": True}, {}, {}),
     "one-augmentation": ((9, 6), {}, {"diffusion_num_augmentations": 1}, {}),
     "atom-width-of-coordinates": ((9, 6), {}, {"dim_atompair": 3}, {}),
 }

@@ -1,0 +1,166 @@
+"""How much device memory a training step will need, from the architecture and the shape, before it runs.
+
+    peak = weights, gradients, Adam state + the larger of two moments of the backward:
+        diffusion: all that the trunk and the diffusion module have stored, and one block of the latter at work
+        trunk:     all that the trunk has stored, and one pair block at work
+
+What is stored was counted in the source (bytes an element, below). The two constants of blocks at work were set so that
+the measured records under ``docs/results/h200`` come out; a test holds the model to within 10 % of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megafold.errors import InputError
+from megafold.metrics.architecture import Architecture
+from megafold.model.plan import Plan
+from megafold.model.presets import preset
+
+GIB = 2**30
+PARAMETERS = {"paper": 456_701_750}
+GROUPED_FROM, GROUP = 1536, 8  # of megafold.model.recompute, which loads torch; a test compares them
+STREAM = 4  # residual streams are fp32, also under bf16 autocast
+PERSISTENT_BYTES = 16  # a parameter, its gradient and Adam's two averages
+# A block at work, in its backward: tensors of the dtype of products that are alive at once, in units of its stream.
+PAIR_BLOCK_TENSORS = 80
+ATOM_BLOCK_TENSORS = 36
+EAGER_SCORES = 10  # logits, probabilities and their gradients
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one training step.
+
+    Attributes:
+        persistent: weights, gradients and optimizer state.
+        stored: kept from the forward for the backward, by part of the model.
+        working: the block at work at the peak.
+        moment: where in the backward the peak is, "diffusion" or "trunk".
+    """
+
+    persistent: int
+    stored: dict[str, int]
+    working: int
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        return self.persistent + sum(self.stored.values()) + self.working
+
+    def __str__(self) -> str:
+        parts = [f"{name} {size / GIB:.1f}" for name, size in self.stored.items()]
+        return (
+            f"{self.peak / GIB:.1f} GiB: persistent {self.persistent / GIB:.1f}, stored {', '.join(parts)}, "
+            f"at work {self.working / GIB:.1f} (peak in the backward of the {self.moment})"
+        )
+
+
+def predict_memory(
+    model_kwargs: Mapping[str, Any],
+    plan: Plan,
+    *,
+    parameters: int,
+    n_tokens: int,
+    atoms_per_token: int = 8,
+    msa_depth: int = 512,
+    templates: int = 1,
+    dtype: str = "bf16",
+) -> Prediction:
+    """The peak of a training step of workload ``core`` on a GPU, checkpointed as the model says.
+
+    Args:
+        model_kwargs: constructor arguments of the model.
+        plan: the switches that are on; ``Plan.none()`` is the stock model.
+        parameters: of the model, in elements.
+        n_tokens, atoms_per_token, msa_depth, templates: N, M / N, S, T of the one structure in the batch.
+        dtype: of autocast, ``bf16`` or ``fp32`` (none).
+
+    Raises:
+        ValueError: for an unknown dtype, or a model option that is not modelled.
+    """
+    if dtype not in ("bf16", "fp32"):
+        raise ValueError(f"dtype {dtype!r}: expected bf16 or fp32")
+    model, narrow = Architecture.from_kwargs(model_kwargs), 2 if dtype == "bf16" else 4
+    atoms = n_tokens * atoms_per_token
+    trunk = _trunk(model, plan, n_tokens, msa_depth, templates)
+    diffusion = _diffusion(model, plan, n_tokens, atoms, narrow)
+    scores = not (plan.sdpa or plan.evoflash3d)
+    at_work = {
+        "diffusion": _atom_block(model, atoms, narrow) + scores * _token_scores(model, n_tokens),
+        "trunk": _pair_block(model, n_tokens, narrow, scores),
+    }
+    moments = {"diffusion": {**trunk, **diffusion}, "trunk": trunk}
+    moment = max(moments, key=lambda name: sum(moments[name].values()) + at_work[name])
+    return Prediction(parameters * PERSISTENT_BYTES, moments[moment], at_work[moment], moment)
+
+
+def memory_lines(n_tokens: int, name: str = "paper") -> list[str]:
+    """What a training step at N tokens needs, with the default plan and without any: lines for `megafold doctor`.
+
+    Raises:
+        InputError: for an unknown preset, or one whose parameters are not counted.
+        ValueError: for fewer than one token.
+    """
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens={n_tokens}: expected at least 1")
+    kwargs = preset(name)
+    if name not in PARAMETERS:
+        raise InputError("doctor", "memory", f"is predicted for {', '.join(PARAMETERS)}, not {name}")
+    shape = {"n_tokens": n_tokens, "parameters": PARAMETERS[name]}
+    lines = [f"memory of a training step, N = {n_tokens}, 8 atoms a token, S = 512, T = 1, {name} model, core, bf16:"]
+    for who, plan in (("MegaFold", Plan()), ("stock model", Plan.none())):
+        lines.append(f"  {who} {predict_memory(kwargs, plan, **shape)}")
+    return lines
+
+
+def _trunk(model: Architecture, plan: Plan, n: int, depth: int, templates: int) -> dict[str, int]:
+    pairs, msa = n * n * model.dim_pairwise * STREAM, depth * n * model.dim_msa * STREAM
+    single = n * model.dim_single * STREAM
+    blocks, grouped = model.trunk.depth, plan.recompute and n >= GROUPED_FROM
+    kept = -(-blocks // GROUP) + GROUP if grouped else blocks
+    return {
+        "inputs": 4 * pairs + templates * n * n * model.dim_template_feats * STREAM,
+        # One pair tensor a block; the MSA module, checkpointed by sub-layer, keeps each of its two streams twice.
+        "pairformer": kept * (pairs + 2 * single),
+        "msa_module": model.msa_depth * 2 * (pairs + msa),
+        "template_embedder": model.template_depth * templates * n * n * model.template_pair.dim * STREAM,
+    }
+
+
+def _diffusion(model: Architecture, plan: Plan, n: int, atoms: int, narrow: int) -> dict[str, int]:
+    copies, units = model.diffusion_num_augmentations, 1 if plan.recompute else 2
+    pair_copies = 1 if plan.shared_conditioning else copies
+    # A transition keeps its stream, the normalised input, two halves of the hidden layer, a gate and their product.
+    transition = STREAM + narrow * (1 + 4 * 2 * model.pair_expansion / 2)
+    # Features repeated, concatenated, projected, normalised; the transitions; the result.
+    pair = STREAM + narrow + 2 * narrow + narrow + STREAM + model.pair_transitions * transition + STREAM
+    pair = STREAM if plan.recompute and plan.shared_conditioning else pair
+    atom_pairs = -(-atoms // model.atoms_per_window) * 2 * model.atoms_per_window**2 * model.dim_atompair
+    of_atom_pairs = STREAM + (0 if plan.recompute else 3 * narrow)
+    of_single = STREAM + (0 if plan.recompute else model.single_transitions * transition)
+    atom_layers = model.atom_encoder.depth + model.atom_decoder.depth
+    return {
+        "pair_conditioning": int(pair_copies * n * n * model.dim_pairwise * pair),
+        "single_conditioning": int(copies * n * model.dim_condition * of_single),
+        "token_transformer": model.token_transformer.depth * units * copies * n * model.dim_token * STREAM,
+        "atom_transformers": atom_layers * units * copies * atoms * model.dim_atom * STREAM,
+        "atom_pairs": copies * atom_pairs * of_atom_pairs,
+        # Noised, conditioning and skipped atoms, and the projection that is pooled.
+        "atoms": copies * atoms * (model.dim_atom * 3 * STREAM + model.dim_token * narrow),
+    }
+
+
+def _pair_block(model: Architecture, n: int, narrow: int, scores: bool) -> int:
+    block = n * n * model.dim_pairwise * PAIR_BLOCK_TENSORS * narrow
+    return block + scores * n**3 * model.trunk_pair.tri_attn_heads * EAGER_SCORES * narrow
+
+
+def _atom_block(model: Architecture, atoms: int, narrow: int) -> int:
+    return model.diffusion_num_augmentations * atoms * model.dim_atom * ATOM_BLOCK_TENSORS * narrow
+
+
+def _token_scores(model: Architecture, n: int) -> int:
+    return model.diffusion_num_augmentations * model.token_transformer.heads * n * n * EAGER_SCORES * 2

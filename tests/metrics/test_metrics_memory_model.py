@@ -1,0 +1,79 @@
+"""The predicted memory against measured records, and what each switch is predicted to save."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megafold.metrics import memory_model
+from megafold.metrics.memory_model import GIB, memory_lines, predict_memory
+from megafold.model.plan import Plan
+from megafold.model.presets import preset
+
+RECORDS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "records" / "iteration"
+# The plans that the records were measured with: what the named contenders meant at their commit.
+PLANS = {
+    "eager": Plan.none(),
+    "megafold-sdpa": Plan.only("shared_conditioning", "sdpa"),
+    "megafold": Plan.only("shared_conditioning", "sdpa", "evoflash3d"),
+}
+
+
+def _predicted(n_tokens: int, plan: Plan, **changes):
+    kwargs = {"parameters": memory_model.PARAMETERS["paper"], "n_tokens": n_tokens, **changes}
+    return predict_memory(preset("paper"), plan, **kwargs)
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_measured_peaks_are_predicted_within_a_tenth(path):
+    record = json.loads(path.read_text())
+    point = record["point"] if "point" in record else record["setting"]
+    shape, name = dict(point["shape"]), point["contender"]["name"]
+    predicted = _predicted(
+        shape["n_tokens"],
+        PLANS[name],
+        atoms_per_token=shape["atoms_per_token"],
+        msa_depth=shape["msa_depth"],
+        templates=shape["templates"],
+    )
+    for found, metric in ((predicted.peak, "peak_memory"), (predicted.persistent, "persistent_memory")):
+        assert found / GIB == pytest.approx(record["metrics"][metric]["value"], rel=0.1), metric
+
+
+def test_there_are_records_of_every_plan():
+    assert len(list(RECORDS.glob("*.json"))) >= len(PLANS)
+
+
+def test_each_switch_that_saves_memory_is_predicted_to():
+    stock = _predicted(384, Plan.none()).peak
+    for switch in ("shared_conditioning", "recompute", "sdpa"):
+        assert _predicted(384, Plan.only(switch)).peak < stock
+    assert _predicted(2048, Plan()).peak < _predicted(2048, Plan(recompute=False)).peak / 1.4
+    assert _predicted(384, Plan(), dtype="fp32").peak > _predicted(384, Plan()).peak
+
+
+def test_the_parts_add_up_and_name_the_moment_of_the_peak():
+    short, long = _predicted(128, Plan()), _predicted(1024, Plan())
+    assert short.peak == short.persistent + sum(short.stored.values()) + short.working
+    assert (short.moment, long.moment) == ("diffusion", "trunk")
+    assert str(short).startswith(f"{short.peak / GIB:.1f} GiB: persistent 6.8, stored inputs ")
+
+
+def test_the_lines_of_doctor_name_both_models():
+    title, ours, stock = memory_lines(256)
+    assert "N = 256" in title and ours.startswith("  MegaFold ") and stock.startswith("  stock model ")
+    with pytest.raises(ValueError, match="n_tokens=0: expected at least 1"):
+        memory_lines(0)
+    with pytest.raises(ValueError, match="dtype 'fp16': expected bf16 or fp32"):
+        _predicted(64, Plan(), dtype="fp16")
+
+
+def test_its_constants_are_the_models():
+    from megafold.model import recompute
+    from megafold.model.build import build_model
+
+    assert (memory_model.GROUPED_FROM, memory_model.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
+    built = sum(parameter.numel() for parameter in build_model("paper").parameters())
+    assert {"paper": built} == memory_model.PARAMETERS
