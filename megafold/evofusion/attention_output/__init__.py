@@ -1,0 +1,1 @@
+"""What follows an attention: gate, output projection, shared dropout, residual."""

@@ -1,0 +1,91 @@
+"""Host side of what follows an attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafold import triton_support
+from megafold.evofusion.attention_output import kernels
+from megafold.evofusion.launch import ceil_div, configuration, in_dtype, options, shared_strides
+from megafold.evofusion.weight_gradient import Rows, by_rows
+
+
+def forward(
+    attended: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    dropped: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[..., C] in the dtype of the residual, or of products without one."""
+    attended, gate, dropped, residual = (
+        None if t is None else t.contiguous() for t in (attended, gate, dropped, residual)
+    )
+    shape = (*attended.shape[:-1], weight.shape[0])
+    out = attended.new_empty(shape, dtype=dtype if residual is None else residual.dtype)
+    grid, constants = _constants("attention_output", attended, gate, weight, dropped, dtype)
+    with triton_support.device_guard(attended.device):
+        kernels.output_kernel[grid](
+            attended, attended if gate is None else gate, *in_dtype(dtype, weight),
+            attended if dropped is None else dropped, attended if residual is None else residual, out,
+            *shared_strides(dropped), *_sizes(attended), RESIDUAL=residual is not None, **constants,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    attended: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    dropped: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of attended, gate (without elements where there is none) and weight."""
+    attended, gate, dropped = (None if t is None else t.contiguous() for t in (attended, gate, dropped))
+    grad_out, (w,) = grad_out.contiguous(), in_dtype(dtype, weight)
+    none = attended.new_empty(0)
+    grad_attended = torch.empty_like(attended)
+    grad_gate = none if gate is None else torch.empty_like(gate)
+    gated = attended.to(dtype) if gate is None else torch.empty_like(attended, dtype=dtype)
+    scaled = grad_out.to(dtype) if dropped is None else torch.empty_like(grad_out, dtype=dtype)
+    grid, constants = _constants("attention_output_gradient", attended, gate, weight, dropped, dtype)
+    width, inner = weight.shape
+    with triton_support.device_guard(attended.device):
+        kernels.gradient_kernel[grid](
+            grad_out, attended, attended if gate is None else gate, w, attended if dropped is None else dropped,
+            grad_attended, grad_attended if gate is None else grad_gate, gated, scaled, *shared_strides(dropped),
+            *_sizes(attended), **constants,
+        )  # fmt: skip
+        sums = Rows(1, 1, attended.numel() // inner, width, inner, attended.device, dtype)
+        sums.add(by_rows(scaled.view(-1, width)), by_rows(gated.view(-1, inner)), width, norm=False)
+        grad_weight = sums.finish()[0]
+    return grad_attended, grad_gate, grad_weight.to(weight.dtype)
+
+
+def _sizes(attended: Tensor) -> tuple[int, int]:
+    """Groups of rows in a structure, and rows in a group: where dropout is shared they matter."""
+    if attended.dim() == 4:
+        return attended.shape[1], attended.shape[2]
+    return 1, attended.numel() // attended.shape[-1]
+
+
+def _constants(
+    kernel: str, attended: Tensor, gate: Tensor | None, weight: Tensor, dropped: Tensor | None, dtype: torch.dtype
+) -> tuple[tuple[int], dict[str, object]]:
+    config = configuration(kernel, dtype, attended.device)
+    width, inner = weight.shape
+    groups, length = _sizes(attended)
+    batch = attended.numel() // (groups * length * inner)
+    constants = {
+        "C": width,
+        "INNER": inner,
+        "BLOCK_L": config["block_l"],
+        "BLOCK_O": min(config["block_o"], width),
+        "GATED": gate is not None,
+        "HAS_DROPPED": dropped is not None,
+        "PRECISION": triton_support.float32_precision(),
+    }
+    return (batch * groups * ceil_div(length, config["block_l"]),), constants | options(config)

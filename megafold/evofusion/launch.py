@@ -1,0 +1,64 @@
+"""What the launchers share: configurations from the tables, compiler options, sizes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megafold import triton_support
+
+EPS = 1e-5
+"""Of every LayerNorm of the stock model."""
+
+INTERPRETED = {"block_l": 16, "block_o": 32, "num_warps": 4, "num_stages": 1}
+"""Configuration of every kernel in Triton's interpreter, which alone runs kernels on a CPU."""
+
+
+def configuration(kernel: str, dtype: torch.dtype, device: torch.device) -> dict:
+    """The table's configuration of a kernel for products in `dtype` on `device`."""
+    if device.type == "cpu":
+        return INTERPRETED
+    return _from_table(kernel, "32" if dtype == torch.float32 else "16", triton_support.architecture(device.index))
+
+
+@functools.cache
+def _from_table(kernel: str, bits: str, arch: str) -> dict:
+    return triton_support.load_table("evofusion", arch)["configs"][kernel][bits]
+
+
+def options(config: dict) -> dict[str, int]:
+    """Compiler options of a configuration."""
+    names = ("num_warps", "num_stages", "maxnreg", "waves_per_eu")
+    return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def block(config: dict, name: str, size: int) -> int:
+    """A block size of the configuration, halved until it divides `size`, a multiple of 16."""
+    wanted = config[name]
+    while size % wanted:
+        wanted //= 2
+    return wanted
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The next multiple of `multiple`."""
+    return ceil_div(size, multiple) * multiple
+
+
+def in_dtype(dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Weights as kernels read them: contiguous, in the dtype of products."""
+    return tuple(weight.to(dtype).contiguous() for weight in weights)
+
+
+def shared_strides(dropped: Tensor | None) -> tuple[int, int, int]:
+    """Strides of a dropout factor [B, I, J, C] along B, I and J; 0 along an axis that shares it, or without one."""
+    if dropped is None:
+        return 0, 0, 0
+    return tuple(0 if size == 1 else stride for size, stride in zip(dropped.shape[:3], dropped.stride()))

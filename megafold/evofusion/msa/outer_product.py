@@ -1,0 +1,96 @@
+"""The mean outer product of two projections of an MSA, projected to pairs, in chunks of rows i.
+
+The [N, N, H * H] tensor exists for a chunk at a time only; the backward makes it anew. The vendor's matrix products do
+the work: at S = 512 they are all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megafold.evofusion.operator import define
+
+CHUNK_ELEMENTS = 1 << 25
+"""Most elements of the outer product at once: 64 MiB in 16-bit."""
+
+
+def outer_product(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
+    """sum over s of a[s, i, d] b[s, j, e] weight[p, (d, e)]: a, b [B, S, N, H], weight [P, H * H] -> [B, N, N, P]."""
+    return _forward_op(a, b, weight)
+
+
+def _chunks(a: Tensor) -> Iterator[slice]:
+    size, hidden = a.shape[2:]
+    step = max(1, CHUNK_ELEMENTS // max(1, size * hidden * hidden))
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    """a [S, I, H], b [S, N, H] -> [I * N, H * H]."""
+    (_, rows, hidden), columns = a.shape, b.shape[1]
+    product = a.flatten(1).mT @ b.flatten(1)
+    return product.view(rows, hidden, columns, hidden).transpose(1, 2).reshape(rows * columns, hidden * hidden)
+
+
+def _forward(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
+    (batch, _, size, _), w = a.shape, weight.to(a.dtype)
+    out = a.new_empty((batch, size, size, weight.shape[0]))
+    for left, right, result in zip(a, b, out):
+        for part in _chunks(a):
+            torch.mm(_outer(left[:, part], right), w.mT, out=result[part].view(-1, w.shape[0]))
+    return out
+
+
+def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, depth, size, hidden), w = a.shape, weight.to(a.dtype)
+    grad_out = grad_out.contiguous()
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    grad_b = torch.zeros((batch, depth, size * hidden), dtype=wide, device=a.device)
+    grad_weight = torch.zeros(weight.shape, dtype=wide, device=a.device)
+    for item in range(batch):
+        right = b[item].flatten(1)
+        for part in _chunks(a):
+            left = a[item][:, part]
+            upstream = grad_out[item, part].flatten(0, 1)
+            grad_weight += upstream.mT @ _outer(left, b[item])
+            rows = part.stop - part.start
+            grad = (upstream @ w).view(rows, size, hidden, hidden).transpose(1, 2).reshape(rows * hidden, -1)
+            grad_a[item, :, part] = (right @ grad.mT).view(depth, rows, hidden)
+            grad_b[item] += left.flatten(1) @ grad
+    return grad_a, grad_b.view(b.shape).to(b.dtype), grad_weight.to(weight.dtype)
+
+
+def _fake_forward(a, b, weight):
+    return a.new_empty((a.shape[0], a.shape[2], a.shape[2], weight.shape[0]))
+
+
+def _fake_gradients(grad_out, a, b, weight):
+    return a.new_empty(a.shape), b.new_empty(b.shape), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_out):
+    return _backward_op(grad_out, *ctx.saved_tensors)
+
+
+_backward_op = define(
+    "outer_product_mean_backward",
+    "(Tensor grad_out, Tensor a, Tensor b, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
+_forward_op = define(
+    "outer_product_mean",
+    "(Tensor a, Tensor b, Tensor weight) -> Tensor",
+    _forward,
+    _fake_forward,
+    _backward,
+    _setup_context,
+)

@@ -1,0 +1,1 @@
+"""LayerNorm followed by several projections."""

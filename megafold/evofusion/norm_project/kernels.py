@@ -1,0 +1,95 @@
+"""Kernels of LayerNorm and several projections: one reads x once for all of them, the other makes its gradient."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megafold.evofusion.tiles import affine, load_rows, load_weight, normalize, normalize_gradient, store_rows
+
+
+@triton.jit
+def place(L, BLOCK_L: tl.constexpr):
+    """Structure, first row of the program in it, offsets in the tile, rows that are left, and the row in [B, L]."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(L, BLOCK_L)
+    b = (pid // blocks).to(tl.int64)
+    start = (pid % blocks) * BLOCK_L
+    return b, start, tl.arange(0, BLOCK_L), L - start, b * L + start
+
+
+@triton.jit
+def _heads(b, start, at, length, L, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Offsets [BLOCK_H, BLOCK_L] in [B, HEADS, L], and which of them exist."""
+    h = tl.arange(0, BLOCK_H)
+    offsets = (b * HEADS + h)[:, None] * L + start + at[None, :]
+    return offsets, (h < HEADS)[:, None] & (at < length)[None, :]
+
+
+@triton.jit
+def _head_weight(w_heads, C: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    h = tl.arange(0, BLOCK_H)
+    pointers = w_heads + h[:, None] * C + tl.arange(0, C)[None, :]
+    return tl.load(pointers, mask=(h < HEADS)[:, None], other=0.0)
+
+
+@triton.jit
+def project_kernel(
+    x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, OUTPUTS, eps,
+    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_L rows of all. w [COUNT * OUTPUTS, C]; out0.. [B, L, OUTPUTS], heads [B, HEADS, L]."""
+    b, start, at, length, row = place(L, BLOCK_L)
+    x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
+    normed = affine(x_hat, gamma, beta, C, HAS_BETA).to(heads.dtype.element_ty)
+    for p in tl.static_range(COUNT):
+        for o in range(0, OUTPUTS, BLOCK_O):
+            part = tl.trans(load_weight(w, p * OUTPUTS + o, C, BLOCK_O, C))
+            y = tl.dot(normed, part, input_precision=PRECISION)
+            if HAS_BIAS:
+                y += tl.load(bias + p * OUTPUTS + o + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :]
+            if p == 0:
+                store_rows(out0, row, at, length, OUTPUTS, o, y, BLOCK_O)
+            elif p == 1:
+                store_rows(out1, row, at, length, OUTPUTS, o, y, BLOCK_O)
+            elif p == 2:
+                store_rows(out2, row, at, length, OUTPUTS, o, y, BLOCK_O)
+            else:
+                store_rows(out3, row, at, length, OUTPUTS, o, y, BLOCK_O)
+    if HEADS > 0:
+        part = _head_weight(w_heads, C, HEADS, BLOCK_H)
+        y = tl.dot(part, tl.trans(normed), input_precision=PRECISION)
+        offsets, exists = _heads(b, start, at, length, L, HEADS, BLOCK_H)
+        tl.store(heads + offsets, y.to(heads.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def gradient_kernel(
+    x, gamma, w, w_heads, grad0, grad1, grad2, grad3, grad_heads, grad_x, L, OUTPUTS, eps,
+    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_L rows of the gradient of x, from those of every projection."""
+    b, start, at, length, row = place(L, BLOCK_L)
+    grad = tl.zeros([BLOCK_L, C], tl.float32)
+    for p in tl.static_range(COUNT):
+        for o in range(0, OUTPUTS, BLOCK_O):
+            if p == 0:
+                y = load_rows(grad0, row, at, length, OUTPUTS, o, BLOCK_O)
+            elif p == 1:
+                y = load_rows(grad1, row, at, length, OUTPUTS, o, BLOCK_O)
+            elif p == 2:
+                y = load_rows(grad2, row, at, length, OUTPUTS, o, BLOCK_O)
+            else:
+                y = load_rows(grad3, row, at, length, OUTPUTS, o, BLOCK_O)
+            part = load_weight(w, p * OUTPUTS + o, C, BLOCK_O, C)
+            grad = tl.dot(y.to(w.dtype.element_ty), part, grad, input_precision=PRECISION)
+    if HEADS > 0:
+        offsets, exists = _heads(b, start, at, length, L, HEADS, BLOCK_H)
+        y = tl.trans(tl.load(grad_heads + offsets, mask=exists, other=0.0))
+        part = _head_weight(w_heads, C, HEADS, BLOCK_H)
+        grad = tl.dot(y.to(w_heads.dtype.element_ty), part, grad, input_precision=PRECISION)
+    grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
+    x_hat, rstd = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
+    store_rows(grad_x, row, at, length, C, 0, normalize_gradient(grad, x_hat, rstd, 1), C)

@@ -1,0 +1,177 @@
+"""Every kernel and launch configuration that ships, as cases for compiling without a device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megafold import triton_support
+from megafold.evofusion.launch import options
+from megafold.testing import OfflineKernel, compile_offline
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a table's kernel is compiled by itself.
+
+    Attributes:
+        module, name: where the kernel is, below megafold.evofusion.
+        pointers: arguments that are pointers to the dtype of products. constants: compile-time arguments besides the
+            blocks; "width" stands for the width of rows, "head" for half of it; those the kernel lacks do not count.
+        others: Triton type of other arguments that are not 32-bit integers.
+        matrix: whether it multiplies matrices.
+    """
+
+    module: str
+    name: str
+    pointers: tuple[str, ...]
+    constants: dict[str, object]
+    others: dict[str, str] = field(default_factory=dict)
+    matrix: bool = True
+
+
+TRIANGLE = ("x", "gamma", "beta", "w", "w_gate", "w_out", "out_gamma", "out_beta", "product", "dropped", "out")
+PROJECT = ("x", "gamma", "beta", "w", "bias", "w_heads", *(f"{kind}{p}" for kind in ("out", "grad") for p in range(4)))
+TRANSITION = ("x", "gamma", "beta", "w_in", "w_out", "out", "grad_out", "hidden", "grads", "grad_x")
+OUTPUT = ("attended", "gate", "w", "dropped", "residual", "out", "grad_out", "grad_attended", "grad_gate", "gated")
+CONDITIONED = ("x", "y", "cond", "cond_gamma", "w", "bias", "w_gamma", "gamma_bias", "w_beta", "residual", "out")
+CONDITIONED_GRADIENTS = (*CONDITIONED, "grad_out", "grad_x", "grad_y", "grad_cond", "grad_gate")
+WINDOWED = ("q", "k", "v", "bias", "out", "grad_out", "dq", "dk", "dv", "dbias")
+SHARED = {"C": "width", "HAS_MASK": True, "HAS_DROPPED": True, "RESIDUAL": True}
+HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True, "C": "width"}
+WINDOWS = {
+    "W": 27,
+    "D": "head",
+    "BLOCK_Q": 32,
+    "BLOCK_K": 64,
+    "BLOCK_D": "head",
+    "HAS_MASK": True,
+    "HAS_WINDOWED": True,
+}
+PAIRS = dict.fromkeys(("pred", "true", "sums", "scale", "grad"), "*fp32:16") | {
+    "nucleotide": "*u8:16",
+    "counts": "*i32:16",
+    "nucleic_acid_cutoff": "fp32",
+    "other_cutoff": "fp32",
+}
+KERNELS = {
+    "weight_gradient": Kernel(
+        "weight_gradient",
+        "weight_gradient_kernel",
+        ("a", "x"),
+        {"BLOCK_C": "width", "EVEN_O": True, "NORM": True, "A_COLUMNS": False, "X_COLUMNS": False},
+        {"partial": "*fp32:16"},
+    ),
+    "triangle_project": Kernel("triangle_multiplication.kernels", "project_kernel", (*TRIANGLE, "operands"), SHARED),
+    "triangle_output": Kernel("triangle_multiplication.kernels", "output_kernel", TRIANGLE, SHARED),
+    "triangle_output_gradient": Kernel(
+        "triangle_multiplication.kernels",
+        "output_gradient_kernel",
+        (*TRIANGLE, "grad_out", "grad_product", "grad_projected", "grad_gate"),
+        SHARED,
+    ),
+    "triangle_input_gradient": Kernel(
+        "triangle_multiplication.kernels",
+        "input_gradient_kernel",
+        (*TRIANGLE, "grad_out", "grad_operands", "grad_gates", "grad_gate", "grad_x"),
+        SHARED,
+    ),
+    "norm_project": Kernel("norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS),
+    "norm_project_gradient": Kernel(
+        "norm_project.kernels", "gradient_kernel", (*PROJECT, "grad_heads", "grad_x"), HEADS
+    ),
+    "transition": Kernel("transition.kernels", "transition_kernel", TRANSITION, {**SHARED, "NORM": True}),
+    "transition_gradient": Kernel("transition.kernels", "gradient_kernel", TRANSITION, {**SHARED, "NORM": True}),
+    "attention_output": Kernel(
+        "attention_output.kernels", "output_kernel", OUTPUT, {**SHARED, "INNER": "width", "GATED": True}
+    ),
+    "attention_output_gradient": Kernel(
+        "attention_output.kernels", "gradient_kernel", (*OUTPUT, "scaled"), {**SHARED, "INNER": "width", "GATED": True}
+    ),
+    "adaptive_norm": Kernel("conditioned.kernels", "adaptive_norm_kernel", CONDITIONED, {**SHARED, "D": "width"}),
+    "adaptive_norm_gradient": Kernel(
+        "conditioned.kernels", "adaptive_norm_gradient_kernel", CONDITIONED_GRADIENTS, {**SHARED, "D": "width"}
+    ),
+    "condition_gate": Kernel("conditioned.kernels", "condition_gate_kernel", CONDITIONED, {**SHARED, "D": "width"}),
+    "condition_gate_gradient": Kernel(
+        "conditioned.kernels", "condition_gate_gradient_kernel", CONDITIONED_GRADIENTS, {**SHARED, "D": "width"}
+    ),
+    "windowed_attention": Kernel(
+        "windowed_attention.kernels",
+        "forward_kernel",
+        WINDOWED,
+        WINDOWS,
+        {"lse": "*fp32:16", "windowed_mask": "*u8:16", "scale": "fp32"},
+    ),
+    "windowed_attention_gradient": Kernel(
+        "windowed_attention.kernels",
+        "gradient_kernel",
+        WINDOWED,
+        WINDOWS,
+        {"lse": "*fp32:16", "windowed_mask": "*u8:16", "scale": "fp32"},
+    ),
+    "smooth_lddt": Kernel("smooth_lddt.kernels", "score_kernel", (), SHARED, PAIRS, matrix=False),
+    "smooth_lddt_gradient": Kernel("smooth_lddt.kernels", "gradient_kernel", (), SHARED, PAIRS, matrix=False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel to compile: architecture, name in the tables, dtype ("bf16", "fp16", "fp32"), width, configuration."""
+
+    arch: str
+    kernel: str
+    dtype: str
+    width: int
+    config: dict = field(hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.kernel}-{self.dtype}-C{self.width}"
+
+    def compile(self) -> OfflineKernel:
+        """Compile at sizes that are multiples of 16, as the shapes of training are."""
+        entry = KERNELS[self.kernel]
+        kernel = getattr(importlib.import_module(f"megafold.evofusion.{entry.module}"), entry.name)
+        sizes = {"width": self.width, "head": max(16, self.width // 2)}
+        constants = {name: sizes.get(value, value) for name, value in entry.constants.items()}
+        constants |= {
+            "BLOCK_L": self.config.get("block_l"),
+            "BLOCK_O": min(self.config.get("block_o", 16), self.width),
+            "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
+        }
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {"eps": "fp32", "mask": "*u8:16", **entry.others}
+        signature |= dict.fromkeys(entry.pointers, f"*{self.dtype}:16")
+        for name in kernel.arg_names:
+            signature.setdefault(name, "i32:16" if name.islower() or name in ("N", "P", "L") else "i32")
+        return compile_offline(kernel, signature, constants, self.arch, options(self.config))
+
+
+def cases(full: bool = False) -> Iterator[Case]:
+    """Cases of the shipped tables: each kernel in bf16 at the width of pairs, on the oldest architecture of each vendor
+    also in fp32; with `full` all dtypes and the narrowest width too."""
+    for arch in triton_support.ARCHITECTURES:
+        for kernel, by_bits in triton_support.shipped_table("evofusion", arch)["configs"].items():
+            for bits, config in by_bits.items():
+                quick = bits == "16" or arch in ("sm_80", "gfx90a")
+                if not full and not quick:
+                    continue
+                dtypes = ("fp32",) if bits == "32" else ("bf16", "fp16") if full else ("bf16",)
+                for dtype in dtypes:
+                    for width in (16, 64, 128) if full else (128,):
+                        yield Case(arch, kernel, dtype, width, config)
+
+
+def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:
+    """What keeps a compiled kernel from shipping; empty when nothing does."""
+    found = []
+    if compiled.spill_bytes:
+        found.append(f"spills {compiled.spill_bytes} bytes")
+    if compiled.shared_bytes > shared_cap:
+        found.append(f"needs {compiled.shared_bytes} bytes of shared memory, the cap is {shared_cap}")
+    if KERNELS[case.kernel].matrix and not compiled.matrix_instructions:
+        found.append("has no matrix instruction")
+    if compiled.swap_loops:
+        found.append("has a compare-and-swap loop")
+    return found

@@ -1,0 +1,1 @@
+"""LayerNorm and SwiGLU transition (AF3 algorithm 11)."""

@@ -1,0 +1,94 @@
+"""Kernels of the transition for rows that a program holds whole; the wide intermediate stays in registers.
+
+w_in [2 I, C]: values, then gates; w_out [C, I]. The backward stores gradients of values and gates [M, 2 I] and the
+gated values [M, I] for the weights' gradients.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megafold.evofusion.tiles import (
+    affine,
+    load_rows,
+    load_weight,
+    normalize,
+    normalize_gradient,
+    sigmoid,
+    store_rows,
+)
+
+
+@triton.jit
+def _normed(x, gamma, beta, row, at, length, eps, C: tl.constexpr, NORM: tl.constexpr):
+    tile = load_rows(x, row, at, length, C, 0, C)
+    if NORM:
+        tile, _ = normalize(tile, eps, 1)
+        tile = affine(tile, gamma, beta, C, True)
+    return tile
+
+
+@triton.jit
+def _out_weight(w_out, n, INNER, C: tl.constexpr, BLOCK_O: tl.constexpr):
+    """[C, BLOCK_O]: columns n.. of w_out."""
+    return tl.load(w_out + tl.arange(0, C)[:, None] * INNER + n + tl.arange(0, BLOCK_O)[None, :])
+
+
+@triton.jit
+def transition_kernel(
+    x, gamma, beta, w_in, w_out, out, M, INNER, eps,
+    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_L rows."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_L
+    length = M - row
+    at = tl.arange(0, BLOCK_L)
+    normed = _normed(x, gamma, beta, row, at, length, eps, C, NORM).to(w_in.dtype.element_ty)
+    y = tl.zeros([BLOCK_L, C], tl.float32)
+    for n in range(0, INNER, BLOCK_O):
+        values = tl.dot(normed, tl.trans(load_weight(w_in, n, C, BLOCK_O, C)), input_precision=PRECISION)
+        gates = tl.dot(normed, tl.trans(load_weight(w_in, INNER + n, C, BLOCK_O, C)), input_precision=PRECISION)
+        hidden = (values * gates * sigmoid(gates)).to(w_out.dtype.element_ty)
+        y = tl.dot(hidden, tl.trans(_out_weight(w_out, n, INNER, C, BLOCK_O)), y, input_precision=PRECISION)
+    if RESIDUAL:
+        y += load_rows(x, row, at, length, C, 0, C)
+    store_rows(out, row, at, length, C, 0, y, C)
+
+
+@triton.jit
+def gradient_kernel(
+    grad_out, x, gamma, beta, w_in, w_out, hidden, grads, grad_x, M, INNER, eps,
+    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_L rows of the gradient of x, of `grads` [M, 2 INNER] and of `hidden` [M, INNER]."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_L
+    length = M - row
+    at = tl.arange(0, BLOCK_L)
+    normed = _normed(x, gamma, beta, row, at, length, eps, C, NORM).to(w_in.dtype.element_ty)
+    upstream = load_rows(grad_out, row, at, length, C, 0, C).to(w_in.dtype.element_ty)
+    grad = tl.zeros([BLOCK_L, C], tl.float32)
+    for n in range(0, INNER, BLOCK_O):
+        w_values = load_weight(w_in, n, C, BLOCK_O, C)
+        w_gates = load_weight(w_in, INNER + n, C, BLOCK_O, C)
+        values = tl.dot(normed, tl.trans(w_values), input_precision=PRECISION)
+        gates = tl.dot(normed, tl.trans(w_gates), input_precision=PRECISION)
+        grad_h = tl.dot(upstream, _out_weight(w_out, n, INNER, C, BLOCK_O), input_precision=PRECISION)
+        s = sigmoid(gates)
+        silu = gates * s
+        store_rows(hidden, row, at, length, INNER, n, values * silu, BLOCK_O)
+        grad_v = (grad_h * silu).to(w_in.dtype.element_ty)
+        store_rows(grads, row, at, length, 2 * INNER, n, grad_v, BLOCK_O)
+        grad = tl.dot(grad_v, w_values, grad, input_precision=PRECISION)
+        grad_g = (grad_h * values * (s + silu * (1.0 - s))).to(w_in.dtype.element_ty)
+        store_rows(grads, row, at, length, 2 * INNER, INNER + n, grad_g, BLOCK_O)
+        grad = tl.dot(grad_g, w_gates, grad, input_precision=PRECISION)
+    if NORM:
+        grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
+        x_hat, rstd = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
+        grad = normalize_gradient(grad, x_hat, rstd, 1)
+    if RESIDUAL:
+        grad += load_rows(grad_out, row, at, length, C, 0, C)
+    store_rows(grad_x, row, at, length, C, 0, grad, C)

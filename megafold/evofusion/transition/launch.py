@@ -1,0 +1,197 @@
+"""Host side of the transition: one kernel where a program holds a row and its products, else the vendor's products.
+
+The narrow backward goes through the rows in chunks, which bounds the gradients of the wide intermediate that it stores
+for the weights' gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megafold import triton_support
+from megafold.evofusion import rows as row_kernels
+from megafold.evofusion.launch import EPS, block, ceil_div, configuration, in_dtype, options, round_up
+from megafold.evofusion.operator import is_narrow
+from megafold.evofusion.rows import padded
+from megafold.evofusion.transition import kernels
+from megafold.evofusion.weight_gradient import Rows, by_rows, through_norm
+
+CHUNK_ELEMENTS = 1 << 28
+"""Most elements of the intermediate's gradients at once: 512 MiB in 16-bit."""
+
+
+def forward(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    in_weight: Tensor,
+    out_weight: Tensor,
+    residual: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The output, and for the wide backward values and gates [M, 2 I] (without elements in the narrow one)."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=x.dtype if residual else dtype)
+    with triton_support.device_guard(x.device):
+        if is_wide(x, in_weight):
+            return out, _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out)
+        config, constants = _narrow("transition", x, norm_weight, in_weight, residual, dtype)
+        rows = x.numel() // x.shape[-1]
+        kernels.transition_kernel[(ceil_div(rows, config["block_l"]),)](
+            x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out, rows,
+            in_weight.shape[0] // 2, EPS, **constants, **options(config),
+        )  # fmt: skip
+    return out, x.new_empty(0, dtype=dtype)
+
+
+def backward(
+    grad_out: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    in_weight: Tensor,
+    out_weight: Tensor,
+    pre: Tensor,
+    residual: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Gradients of x and the four parameters; without elements for those of a LayerNorm that is not there."""
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+    run = _wide_backward if is_wide(x, in_weight) else _narrow_backward
+    with triton_support.device_guard(x.device):
+        grad_x, grad_in, sums, grad_out_weight = run(
+            grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
+        )
+    none = x.new_empty(0)
+    grads = (grad_in, none, none)
+    if norm_weight is not None:
+        grads = through_norm(grad_in, sums, in_weight.to(dtype), norm_weight, norm_bias)
+    grad_in, grad_gamma, grad_beta = grads
+    return (grad_x, grad_gamma, grad_beta, grad_in.to(in_weight.dtype), grad_out_weight.to(out_weight.dtype))
+
+
+def is_wide(x: Tensor, in_weight: Tensor) -> bool:
+    """Whether the vendor's products do it: rows too wide, or an intermediate that blocks do not divide."""
+    return not is_narrow(x.shape[-1]) or (in_weight.shape[0] // 2) % 16 != 0
+
+
+def _narrow(
+    kernel: str, x: Tensor, norm_weight: Tensor | None, in_weight: Tensor, residual: bool, dtype: torch.dtype
+) -> tuple[dict, dict]:
+    config = configuration(kernel, dtype, x.device)
+    constants = {
+        "C": x.shape[-1],
+        "BLOCK_L": config["block_l"],
+        "BLOCK_O": block(config, "block_o", in_weight.shape[0] // 2),
+        "NORM": norm_weight is not None,
+        "RESIDUAL": residual,
+        "PRECISION": triton_support.float32_precision(),
+    }
+    return config, constants
+
+
+def _vectors(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x, x) if norm_weight is None else (norm_weight, norm_bias)
+
+
+def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype):
+    width, inner = x.shape[-1], in_weight.shape[0] // 2
+    x_rows, grad_rows = x.view(-1, width), grad_out.view(-1, width)
+    count = x_rows.shape[0]
+    chunk = min(count, max(1, CHUNK_ELEMENTS // (3 * inner)))
+    chunks = ceil_div(count, chunk)
+    grad_x = torch.empty_like(x)
+    w_in, w_out = in_dtype(dtype, in_weight, out_weight)
+    config, constants = _narrow("transition_gradient", x, norm_weight, in_weight, residual, dtype)
+    hidden = x.new_empty((chunk, inner), dtype=dtype)
+    grads = x.new_empty((chunk, 2 * inner), dtype=dtype)
+    of_in = Rows(1, 1, chunk, 2 * inner, width, x.device, dtype, shares=chunks)
+    of_out = Rows(1, 1, chunk, width, inner, x.device, dtype, shares=chunks)
+    for share in range(chunks):
+        part = slice(share * chunk, min(count, (share + 1) * chunk))
+        size = part.stop - part.start
+        kernels.gradient_kernel[(ceil_div(size, config["block_l"]),)](
+            grad_rows[part], x_rows[part], *_vectors(x, norm_weight, norm_bias), w_in, w_out, hidden, grads,
+            grad_x.view(-1, width)[part], size, inner, EPS, **constants, **options(config),
+        )  # fmt: skip
+        of_in.add(by_rows(grads), by_rows(x_rows[part]), 2 * inner, norm=constants["NORM"], share=share, length=size)
+        upstream = grad_rows[part].to(dtype)
+        of_out.add(by_rows(upstream), by_rows(hidden), width, norm=False, share=share, length=size)
+    return grad_x, *of_in.finish(), of_out.finish()[0]
+
+
+def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values and gates [2 I, C], and [C, I], with C and I filled up to a multiple of 8."""
+    width, inner = out_weight.shape
+    full_width, full_inner = round_up(width, 8), round_up(inner, 8)
+    if full_inner == inner:
+        return padded(in_weight, dtype, columns=full_width), padded(out_weight, dtype, rows=full_width)
+    halves = [padded(half, dtype, rows=full_inner, columns=full_width) for half in in_weight.chunk(2)]
+    return torch.cat(halves), padded(out_weight, dtype, rows=full_width, columns=full_inner)
+
+
+def _wide_input(x: Tensor, norm: bool, dtype: torch.dtype) -> Tensor:
+    """(x - mean) / std, or x, as rows [M, C] padded to a multiple of 8."""
+    flat = x.view(-1, x.shape[-1])
+    if norm:
+        return row_kernels.normalized(flat, dtype)[0]
+    return padded(flat, dtype, columns=round_up(x.shape[-1], 8))
+
+
+def _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out):
+    width, norm = x.shape[-1], norm_weight is not None
+    w_in, w_out = _wide_weights(_scaled(in_weight, norm_weight), out_weight, dtype)
+    source = _wide_input(x, norm, dtype)
+    if norm:
+        shift = (in_weight.float() * norm_bias.float()).sum(1).to(dtype)
+        shift = torch.cat(
+            [torch.nn.functional.pad(half, (0, w_in.shape[0] // 2 - half.shape[0])) for half in shift.chunk(2)]
+        )
+        pre = torch.addmm(shift, source, w_in.mT)
+    else:
+        pre = source @ w_in.mT
+    hidden = _swiglu(pre)
+    result = (hidden @ w_out.mT)[:, :width]
+    flat, out = x.view(-1, width), out.view(-1, width)
+    if residual:
+        torch.add(flat, result, out=out)
+    else:
+        out.copy_(result)
+    return pre
+
+
+def _scaled(weight: Tensor, gamma: Tensor | None) -> Tensor:
+    """The weight with the LayerNorm's scale in it, in fp32: the normalised rows alone are then what it multiplies."""
+    return weight if gamma is None else weight.float() * gamma.float()
+
+
+def _swiglu(pre: Tensor) -> Tensor:
+    rows, inner = pre.shape[0], pre.shape[1] // 2
+    hidden = pre.new_empty((rows, inner))
+    row_kernels.swiglu_kernel[(ceil_div(rows, 8), ceil_div(inner, 512))](
+        pre, hidden, rows, inner, BLOCK_L=8, BLOCK_C=512, num_warps=4
+    )
+    return hidden
+
+
+def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype):
+    (width, inner), norm = out_weight.shape, norm_weight is not None
+    w_in, w_out = _wide_weights(_scaled(in_weight, norm_weight), out_weight, dtype)
+    flat, upstream = x.view(-1, width), padded(grad_out.view(-1, width), dtype, columns=w_out.shape[0])
+    grad_hidden = upstream @ w_out
+    grad_pre, hidden = torch.empty_like(pre), torch.empty_like(grad_hidden)
+    rows, full = hidden.shape
+    row_kernels.swiglu_gradient_kernel[(ceil_div(rows, 8), ceil_div(full, 512))](
+        pre, grad_hidden, grad_pre, hidden, rows, full, BLOCK_L=8, BLOCK_C=512, num_warps=4
+    )
+    grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
+    source = _wide_input(x, norm, dtype)
+    halves = [half[:inner, :width] for half in (grad_pre.mT @ source).chunk(2)]
+    sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)]).unsqueeze(1)
+    grad = grad_pre @ w_in
+    if norm:
+        grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)
+    else:
+        grad_x = grad[:, :width] + grad_out.view(-1, width) if residual else grad[:, :width]
+    return grad_x.to(x.dtype).reshape(x.shape), torch.cat(halves).float(), sums, grad_out_weight
