@@ -12,6 +12,7 @@ and c N^2 f, with c = 16 the width of atom pairs, for the pairs of tokens under 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -110,6 +111,22 @@ def atom_pairs_of_tokens(self: Module, pairs: Tensor, *, shards: Shards) -> Tens
     The windows of atoms look up pairs of tokens anywhere near the diagonal.
     """
     return run(Gather(dim=1, total=pairs.shape[2]), type(self).forward(self, pairs), shards, "atom_pairs")
+
+
+def align_or_nan(align: Module) -> Callable[..., Any]:
+    """``WeightedRigidAlign.forward`` (what it is now), NaN where it finds no solution instead of an exception.
+
+    One rank's exception would leave the others waiting; a NaN reaches every rank's gradients, and all skip the step.
+    """
+    forward = align.forward
+
+    def aligned(self: Module, pred_coords: Tensor, true_coords: Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(pred_coords, true_coords, *args, **kwargs)
+        except torch.linalg.LinAlgError:
+            return torch.full_like(true_coords, torch.nan)
+
+    return aligned
 
 
 def _with_repeated_features(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import einx
 from torch import Tensor
 
 from megafold.evosp3d.rebind import Stand, with_names
+from megafold.evosp3d.spread import einx_of_rows
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 def rows_of_pairs(shards: Shards) -> Stand:
     """``einx`` whose outer sums and differences over tokens i and j are taken for this rank's i."""
+    whole = einx_of_rows()
 
     def add(pattern: str, left: Tensor, right: Tensor) -> Tensor:
-        return einx.add(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
+        return whole.add(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
 
     def subtract(pattern: str, left: Tensor, right: Tensor) -> Tensor:
-        return einx.subtract(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
+        return whole.subtract(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
 
-    return Stand(einx, add=add, subtract=subtract)
+    return einx_of_rows(add=add, subtract=subtract)
 
 
 def _is_outer(pattern: str) -> bool:
@@ -44,7 +45,7 @@ def template_embedder(self: Module, *, templates: Tensor, pairwise_repr: Tensor,
     """``TemplateEmbedder.forward`` on rows of pairs; templates [b, T, N, N, dt], or n of their rows."""
     if templates.shape[2] != pairwise_repr.shape[1]:
         templates = shards.narrow(templates, 2)
-    forward = with_names(type(self).forward, pack_one=_templates_as_batch)
+    forward = with_names(type(self).forward, pack_one=_templates_as_batch, einx=einx_of_rows())
     return forward(self, templates=templates, pairwise_repr=pairwise_repr, **kwargs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import einx
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.heads import bins_of, cross_entropy_of_rows, masked_mean_of_part
 from megafold.evosp3d.rebind import Stand, with_names
+from megafold.evosp3d.spread import einx_of_rows
 from megafold.model.repeated import repeat_lazily
 
 if TYPE_CHECKING:
@@ -60,15 +60,17 @@ def model_forward(self: Module, *, shards: Shards, return_loss_breakdown: bool =
 def stock_forward(cls: type[Module], shards: Shards):
     """``Alphafold3.forward`` with the names that touch pairs replaced."""
 
+    whole = einx_of_rows()
+
     def where(pattern: str, condition: Tensor, *values: Any) -> Tensor:
         if pattern == _PAIRS_WHERE:
             condition = shards.narrow(condition, 1)
-        return einx.where(pattern, condition, *values)
+        return whole.where(pattern, condition, *values)
 
     return with_names(
         cls.forward,
         repeat=repeat_lazily,
-        einx=Stand(einx, where=where),
+        einx=einx_of_rows(where=where),
         F=Stand(F, cross_entropy=cross_entropy_of_rows(shards)),
         masked_mean=masked_mean_of_part(shards),
         distance_to_dgram=bins_of,

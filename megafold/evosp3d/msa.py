@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafold.evosp3d.collectives import Exchange, Gather, run, start
+from megafold.evosp3d.rebind import with_names
+from megafold.evosp3d.spread import einx_of_rows
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -36,7 +38,7 @@ def msa_module(self: Module, *, msa: Tensor, msa_mask: Tensor | None = None, **k
     """``MSAModule.forward``. Its layers learn S from the mask, which is therefore made where there is none."""
     if msa_mask is None:
         msa_mask = torch.ones(msa.shape[:2], dtype=torch.bool, device=msa.device)
-    return type(self).forward(self, msa=msa, msa_mask=msa_mask, **kwargs)
+    return with_names(type(self).forward, einx=einx_of_rows())(self, msa=msa, msa_mask=msa_mask, **kwargs)
 
 
 def outer_product_mean(

@@ -108,6 +108,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     yield model.edm, "preconditioned_network_forward", denoiser.precondition
     yield model.diffusion_module, "forward", denoiser.denoise
     yield on(model.diffusion_module.pairwise_repr_to_atompair_feat_cond, diffusion.atom_pairs_of_tokens)
+    yield model.edm.weighted_rigid_align, "forward", diffusion.align_or_nan(model.edm.weighted_rigid_align)
     yield on(model.confidence_head, heads.confidence_head)
     for name in ("to_layers", "to_checkpointed_layers"):
         symmetrize = partial(heads.symmetrize_rows, shards=shards)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megafold.evosp3d.traffic import Traffic
+
 BUCKET_BYTES = 32 << 20
 
 
@@ -24,6 +26,7 @@ class GradientReducer:
         parameters: in the model's order, the same on all ranks.
         dp: how many data-parallel groups the mean is over.
         group: the world by default.
+        traffic: counts what this rank sends.
         bucket_bytes: of gradients sent at once.
 
     A backward that is not followed by :meth:`finish` must be followed by :meth:`drop`.
@@ -36,7 +39,9 @@ class GradientReducer:
         dp: int,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic or Traffic()
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._dp, self._group, self._bucket_bytes = dp, group, bucket_bytes
         self._order: list[int] = []
@@ -113,6 +118,8 @@ class GradientReducer:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
         flags = torch.tensor([float(p.grad is not None) for p in chosen], dtype=chosen[0].dtype)
         flat = torch.cat([*(g.flatten() for g in gradients), flags.to(chosen[0].device, non_blocking=True)])
+        size = dist.get_world_size(self._group)
+        self._traffic.add("all_reduce", "gradients", 2 * (size - 1) * flat.numel() * flat.element_size() // size)
         self._sent.append((members, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
     def _settle(self, order: list[int]) -> None:

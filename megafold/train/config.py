@@ -66,6 +66,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks that the run was started with work together.
+
+    Attributes:
+        sp: ranks that share a structure (sequence parallel); the others are data-parallel replicas, each with a batch
+            of its own, so that the global batch is ``data.batch_size`` times ranks / sp.
+        timeout_s: a collective that takes longer ends the run.
+    """
+
+    sp: int = limited(1, least=1)
+    timeout_s: int = limited(600, least=1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything that a run depends on.
 
@@ -89,6 +103,7 @@ class TrainConfig:
     plan: Plan = field(default_factory=Plan)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seed: int = limited(0, least=0, most=2**32 - 1)
     device: str = limited("auto", choices=("auto", "cpu", "cuda"))
     dtype: str = limited("auto", choices=("auto", "bf16", "fp32"))
@@ -98,7 +113,7 @@ class TrainConfig:
 
     def trajectory(self) -> dict[str, Any]:
         """What decides the weights after a given number of steps, as plain values; a resume must not change it."""
-        free = ("output", "steps", "checkpoint", "file", "max_skipped_in_a_row")
+        free = ("output", "steps", "checkpoint", "parallel", "file", "max_skipped_in_a_row")
         chosen = {name: value for name, value in asdict(self).items() if name not in free}
         chosen["data"].pop("workers")
         return json.loads(json.dumps(chosen, default=str))

@@ -20,7 +20,10 @@ class StepLog:
     A step has the key ``step``; anything else that happened (start, resume, checkpoint, stop) has the key ``event``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        self._file = None
+        if path is None:  # a rank that another one logs for
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the log is
@@ -28,11 +31,13 @@ class StepLog:
             self._file.write("\n")
 
     def write(self, **values: Any) -> None:
-        self._file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -52,13 +57,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 class Progress:
     """A bar on a terminal; elsewhere a plain line for the first and last step and every half minute between."""
 
-    def __init__(self, done: int, total: int) -> None:
-        self._total = total
-        self._bar = tqdm(total=total, initial=done, unit="step") if sys.stderr.isatty() else None
+    def __init__(self, done: int, total: int, *, shown: bool = True) -> None:
+        self._total, self._shown = total, shown
+        self._bar = tqdm(total=total, initial=done, unit="step") if shown and sys.stderr.isatty() else None
         self._last = -math.inf
 
     def step(self, step: int, *, loss: float, seconds: float, loader_wait: float, skipped: bool) -> None:
         """Show a finished step (counted from 1)."""
+        if not self._shown:
+            return
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{loss:.3f}", wait=f"{loader_wait:.2f}s", refresh=False)
             self._bar.update()

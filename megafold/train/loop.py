@@ -19,6 +19,8 @@ from megafold.train import checkpoint, randomness
 from megafold.train.config import TrainConfig
 from megafold.train.examples import ExampleStream, open_stream
 from megafold.train.log import Progress, StepLog
+from megafold.train.parallel import Parallel
+from megafold.train.ranks import Place, device_of, find_place, joined
 from megafold.train.stop import StopRequest
 from megafold.train.trainer import StepResult, Trainer
 from megafold.train.workload import arrange
@@ -35,6 +37,7 @@ class TrainReport:
         loss: of the last step of this run; None if there was nothing left to do.
         skipped: steps whose gradient was not finite.
         stopped_by: the signal that ended the run before its last step, or None.
+        leads: whether this rank is the one that speaks for all (there may be one only).
     """
 
     step: int
@@ -43,6 +46,7 @@ class TrainReport:
     stopped_by: str | None
     checkpoint: Path
     log: Path
+    leads: bool = True
 
 
 def train(config: TrainConfig) -> TrainReport:
@@ -52,19 +56,47 @@ def train(config: TrainConfig) -> TrainReport:
     asks the run to stop; a resumed run takes the same steps as one that was never stopped. The log is
     ``output/log.jsonl``: per step the loss and its terms, learning rate, gradient norm, seconds, loader wait, tokens.
 
+    Started by torchrun or srun it is one rank of many (see `megafold.train.ranks`): every rank returns the report, rank
+    0 writes log and checkpoints. On several ranks an error ends the process, and the others' with it.
+
     Raises:
         InputError: for a device, cache, model option or checkpoint that does not fit; when the device has too little
             memory for a step; when ``max_skipped_in_a_row`` steps gave no finite gradient.
     """
-    device = _device(config)
+    place = find_place()
+    device = _device(config, place)
+    if place is None:
+        if config.parallel.sp > 1:
+            raise InputError(
+                config.file, "parallel.sp", f"is {config.parallel.sp}: start that many ranks with torchrun"
+            )
+        return _train(config, device, None)
+    with joined(place, device, timeout_s=config.parallel.timeout_s):
+        try:
+            parallel = Parallel(config.parallel.sp, device)
+        except ValueError as error:
+            raise InputError(config.file, "parallel.sp", str(error)) from None
+        return _train(config, device, parallel)
+
+
+def _train(config: TrainConfig, device: torch.device, parallel: Parallel | None) -> TrainReport:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
     kwargs = model_kwargs(config.model.preset, **config.model.overrides)
-    stream = open_stream(config, kwargs)
+    replica, replicas = (0, 1) if parallel is None else (parallel.replica, parallel.dp)
+    stream = open_stream(config, kwargs, replica, replicas)
     torch.manual_seed(config.seed)
-    trainer = Trainer(_model(config), config.optimizer, device=device, dtype=_dtype(config, device))
+    model = _model(config).to(device)
+    if parallel is not None:
+        try:
+            parallel.prepare(model, config.plan)
+        except ValueError as error:
+            raise InputError(config.file, "model.overrides", str(error)) from None
+        # The ranks of a replica draw the same numbers, replicas others.
+        randomness.seed_all(config.seed, replica)
+    trainer = Trainer(model, config.optimizer, device=device, dtype=_dtype(config, device), parallel=parallel)
     folder = config.output / "checkpoints"
-    log = StepLog(config.output / "log.jsonl")
-    run = _Run(config, trainer, stream, folder, log)
+    log = StepLog(config.output / "log.jsonl" if parallel is None or parallel.rank == 0 else None)
+    run = _Run(config, trainer, stream, folder, log, parallel)
     try:
         run.resume()
         return run.run()
@@ -76,9 +108,16 @@ class _Run:
     """One call of :func:`train` after everything is built."""
 
     def __init__(
-        self, config: TrainConfig, trainer: Trainer, stream: ExampleStream, folder: Path, log: StepLog
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        stream: ExampleStream,
+        folder: Path,
+        log: StepLog,
+        parallel: Parallel | None,
     ) -> None:
         self._config, self._trainer, self._stream, self._folder, self._log = config, trainer, stream, folder, log
+        self._parallel, self._leads = parallel, parallel is None or parallel.rank == 0
         self._saved: Path | None = None
 
     def resume(self) -> None:
@@ -92,7 +131,7 @@ class _Run:
             self._log.write(event="start", digest=self._config.digest(), pid=os.getpid())
             return
         path, state, problems = found
-        for problem in problems:
+        for problem in problems if self._leads else ():
             print(f"left out: {problem}", flush=True)
         if state["digest"] != self._config.digest():
             name, then, now = _first_difference(state["config"], self._config.trajectory())
@@ -101,37 +140,50 @@ class _Run:
                 name,
                 f"is {now!r}, but {path} was trained with {then!r}; change it back or choose another output",
             )
+        replica, replicas = (0, 1) if self._parallel is None else (self._parallel.replica, self._parallel.dp)
+        generators = state.get("replicas", [state["randomness"]])
+        if len(generators) != replicas:
+            was = f"{len(generators)} data-parallel replicas"
+            raise InputError(self._config.file, "parallel.sp", f"gives {replicas}, but {path} was trained with {was}")
         trainer = self._trainer
         trainer.model.load_state_dict(state["model"]["state_dict"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         trainer.steps, trainer.skipped = state["step"], state["skipped"]
         trainer.skipped_in_a_row = state["skipped_in_a_row"]
         self._stream.seek(state["examples"])
-        randomness.restore(state["randomness"])
+        randomness.restore(generators[replica])
         self._saved = path
         self._log.write(event="resume", step=trainer.steps, checkpoint=path.name, pid=os.getpid())
-        print(f"resumed from {path} at step {trainer.steps}", flush=True)
+        if self._leads:
+            print(f"resumed from {path} at step {trainer.steps}", flush=True)
 
     def run(self) -> TrainReport:
         config, trainer = self._config, self._trainer
-        progress = Progress(trainer.steps, config.steps)
+        progress = Progress(trainer.steps, config.steps, shown=self._leads)
         loss: float | None = None
         try:
             with StopRequest() as request:
-                while trainer.steps < config.steps and request.signal is None:
+                while trainer.steps < config.steps and not self._stops(request):
                     loss = self._step(progress)
                     if trainer.steps % config.checkpoint.every == 0 and trainer.steps < config.steps:
                         self._save()
-                if self._saved is None or checkpoint.checkpoints(self._folder)[-1] != self._path():
+                if self._saved != self._path():
                     self._save()
-                stopped_by = request.signal if trainer.steps < config.steps else None
+                stopped_by = None
+                if trainer.steps < config.steps:
+                    stopped_by = request.signal or "a signal to another rank"
         finally:
             progress.close()
         self._log.write(event="stop", step=trainer.steps, signal=stopped_by, checkpoint=self._saved.name)
-        if stopped_by:
+        if stopped_by and self._leads:
             print(f"stopped by {stopped_by} after step {trainer.steps}; saved {self._saved}", flush=True)
         log = config.output / "log.jsonl"
-        return TrainReport(trainer.steps, loss, trainer.skipped, stopped_by, self._saved, log)
+        return TrainReport(trainer.steps, loss, trainer.skipped, stopped_by, self._saved, log, self._leads)
+
+    def _stops(self, request: StopRequest) -> bool:
+        """Whether a signal asked this run to stop, on whichever rank it arrived."""
+        asked = request.signal is not None
+        return asked if self._parallel is None else self._parallel.any(asked)
 
     def _step(self, progress: Progress) -> float:
         config, trainer = self._config, self._trainer
@@ -145,7 +197,8 @@ class _Run:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
-            self._save(place, generators)  # the weights are those before this step
+            if self._parallel is None:
+                self._save(place, generators)  # the weights are those before this step
             raise self._too_large(batch, error) from None
         self._log.write(**_describe(number, result, batch, wait, self._stream.epoch))
         progress.step(number + 1, loss=result.loss, seconds=result.seconds, loader_wait=wait, skipped=result.skipped)
@@ -163,6 +216,11 @@ class _Run:
 
     def _save(self, place: Mapping[str, int] | None = None, generators: Mapping[str, Any] | None = None) -> None:
         trainer, model = self._trainer, self._trainer.model
+        generators = generators or randomness.snapshot()
+        replicas = [generators] if self._parallel is None else self._parallel.from_replicas(generators)
+        if not self._leads:
+            self._saved = self._path()
+            return
         # The stock model's own layout, so that its `load` and `init_and_load` take the file.
         weights = getattr(model, "state_dict_with_init_args", None) or {"state_dict": model.state_dict()}
         state = {
@@ -171,7 +229,8 @@ class _Run:
             "skipped": trainer.skipped,
             "skipped_in_a_row": trainer.skipped_in_a_row,
             "examples": dict(place or self._stream.state()),
-            "randomness": generators or randomness.snapshot(),
+            "randomness": replicas[0],
+            "replicas": replicas,
             "config": self._config.trajectory(),
             "digest": self._config.digest(),
         }
@@ -231,11 +290,11 @@ def _model(config: TrainConfig) -> torch.nn.Module:
     return model
 
 
-def _device(config: TrainConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError(config.file, "device", "cuda: no GPU is visible to this torch; expected auto or cpu here")
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+def _device(config: TrainConfig, place: Place | None) -> torch.device:
+    try:
+        return device_of(place, config.device)
+    except InputError as error:
+        raise InputError(config.file, "device", error.problem) from None
 
 
 def _dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:

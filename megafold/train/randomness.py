@@ -34,6 +34,14 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
 
 
+def seed_all(*parts: int) -> None:
+    """Seed every generator of this process by ``parts``."""
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 @contextmanager
 def seeded(*parts: int) -> Iterator[None]:
     """Draw from host generators seeded by ``parts``, and leave the global states as they were before.

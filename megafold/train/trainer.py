@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megafold.evopipe.expand import expand
 from megafold.metrics.timing import Timer
 from megafold.train.optimizer import OptimizerSettings
 
 if TYPE_CHECKING:
     from megafold.metrics.timing import Mark
+    from megafold.train.parallel import Parallel
 
 
 class StepResult:
@@ -88,6 +90,7 @@ class Trainer:
         device: where the step runs; by default where the model is.
         dtype: of autocast: bfloat16 on a GPU and float32 (no autocast) on a CPU by default. Weights, gradients and
             optimizer state stay float32.
+        parallel: the ranks that the model was made parallel over; without it this process is alone.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Trainer:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
+        self._parallel = parallel
         self.settings = settings or OptimizerSettings()
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
@@ -119,15 +124,19 @@ class Trainer:
         self.skipped_in_a_row = 0
 
     def step(self, batch: Mapping[str, Any]) -> StepResult:
-        """Train on one batch: keyword arguments of the forward, copied to the device where they are elsewhere.
+        """Train on one batch: keyword arguments of the forward, or a compact batch of EvoPipe, copied to the device
+        where they are elsewhere; a compact batch is expanded there.
 
         A loss or gradient norm that is not finite changes no weight and no optimizer state; the step still counts in
         ``steps`` (and so in the schedule), and in ``skipped`` and ``skipped_in_a_row``. The same goes for an alignment
-        of the loss that finds no solution, which the stock model tells by an exception: its loss is NaN here. Out of
+        of the loss that finds no solution, which the stock model tells by an exception: its loss is NaN here. On
+        several ranks loss and gradients are those of the global batch, so that all skip the same steps. Out of
         memory is raised as it comes, after the gradients of the broken step are dropped; the weights are then as they
         were before it.
         """
-        inputs = {name: _to(value, self.device) for name, value in batch.items()}
+        if self._parallel is not None:
+            batch = self._parallel.local(batch)
+        inputs = expand({name: _to(value, self.device) for name, value in batch.items()})
         rate = self.settings.rate(self.steps)
         start = self.timer.mark()
         self.optimizer.zero_grad(set_to_none=True)
@@ -138,6 +147,9 @@ class Trainer:
             loss.backward()
             loss = loss.detach()
             breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
+            if self._parallel is not None:
+                self._parallel.reduce()
+                loss, breakdown = self._parallel.mean(loss, breakdown)
         except torch.linalg.LinAlgError:
             after_forward = self.timer.mark()
             loss, breakdown = torch.tensor(torch.nan, device=self.device), {}
