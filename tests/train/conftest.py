@@ -12,6 +12,7 @@ def improvement():
     do, so the losses in a log say little.)"""
     import torch
 
+    from megafold.evopipe.expand import expand
     from megafold.model.build import build_model
     from megafold.train import checkpoint
     from megafold.train.examples import open_stream
@@ -31,7 +32,7 @@ def improvement():
         torch.manual_seed(config.seed)
         model = build_model(config.model.preset, **config.model.overrides).train()
         stream = open_stream(config, model._args_and_kwargs[1])
-        examples = [next(stream) for _ in range(9)]
+        examples = [expand(next(stream)) for _ in range(9)]
         before = evaluate(config, model, examples)
         model.load_state_dict(checkpoint.load(report.checkpoint)["model"]["state_dict"])
         after = evaluate(config, model, examples)
