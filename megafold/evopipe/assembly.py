@@ -19,7 +19,7 @@ import numpy as np
 
 from megafold.evopipe import clashes, mmcif_text, sequences
 from megafold.evopipe.report import EntryError, Log, listed
-from megafold.evopipe.residues import UNSET, WATERS, Residue, of_unknown_component, read
+from megafold.evopipe.residues import UNKNOWN_RESIDUE, UNSET, WATERS, Residue, of_unknown_component, read
 
 MAX_CHAINS = 300  # the limit of AF3's training filter
 POLYMERS = ("peptide", "dna", "rna")
@@ -131,6 +131,7 @@ def _find_polymers(residues: list[Residue], types, log: Log) -> None:
     for residue in residues:
         inside.append(residue.label != "." if numbered else residue.group == "ATOM" or of_polymer(residue.component))
         unknown = types[residue.component][1] == residue.component and not of_polymer(residue.component)
+        unknown |= residue.component == UNKNOWN_RESIDUE
         if inside[-1] and unknown and (named := of_unknown_component(residue)) is not None:
             renamed.append(f"{residue.component} as {named}")
             residue.component = named

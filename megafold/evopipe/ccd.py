@@ -8,6 +8,7 @@ always kekulize in RDKit), hydrogens dropped.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -52,7 +53,9 @@ def bundled_smiles(component: str) -> str | None:
         BondType.AROMATIC_TRIPLE: 3,
     }
     try:
-        array = info.residue(component)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # components without coordinates: only their atoms and bonds are wanted
+            array = info.residue(component, allow_missing_coord=True)
     except KeyError:
         return None
     atoms = [(str(element), int(charge)) for element, charge in zip(array.element, array.charge)]

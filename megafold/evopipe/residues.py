@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from functools import lru_cache
 from megafold.evopipe.report import EntryError, Log, listed
 
 WATERS = {"HOH", "DOD", "WAT", "H2O"}
+UNKNOWN_RESIDUE = "X"  # what files from outside the wwPDB call one; in the dictionary it is a nucleotide
 UNKNOWN_LIGANDS = {"UNX", "UNL"}
 UNSET = (".", "?", "")
 ORIGIN = 5e-4  # angstrom; the baseline takes an atom in the origin for an absent one
@@ -193,7 +195,9 @@ def _dictionary_elements(component: str) -> dict[str, str]:
     import biotite.structure.info as info
 
     try:
-        array = info.residue(component)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # components without coordinates: only their elements are wanted
+            array = info.residue(component, allow_missing_coord=True)
     except KeyError:
         return {}
     return dict(zip(array.atom_name.tolist(), array.element.tolist()))

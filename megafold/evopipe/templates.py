@@ -41,7 +41,7 @@ def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) ->
         hits = []
         for path in find(source.templates, name, chain, HITS):
             kind = path.name.removesuffix(".m8").split("_")[1] if "_" in path.name else "protein"
-            hits += parse_m8(
+            found = parse_m8(
                 str(path),
                 kind if kind in ("dna", "rna") else "protein",
                 name.split("-assembly")[0],
@@ -49,6 +49,11 @@ def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) ->
                 num_templates=TEMPLATES_PER_CHAIN,
                 template_cutoff_date=cutoff,
             )
+            hits += found
+            if not found and path.stat().st_size:
+                reason = "no hit is usable: no table, too new, too similar, too short, or its structure is not there"
+                action = "put <id>-assembly1.cif of the hits into <mmcif folder>/<middle two letters>/"
+                log.note("template hits not usable", f"chain {chain}: {reason}", action, path)
         n = len(residues["chemtype"])
         recorder = Recorder()
         with recorder.recording():
@@ -58,10 +63,10 @@ def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) ->
                 num_templates=TEMPLATES_PER_CHAIN,
                 kalign_binary_path=str(source.kalign),
             )
-        found = made["template_mask"].numpy()
+        real = made["template_mask"].numpy()
         classes.append(made["templates"].numpy()[:, :, 0, -layout.TEMPLATE_CLASSES :].argmax(axis=-1))
-        geometry.append(recorder.arrays(found, n))
-        mask |= found
+        geometry.append(recorder.arrays(real, n))
+        mask |= real
     return _pack(classes, geometry, mask)
 
 
