@@ -108,7 +108,7 @@ def _symmetry_mismatch(chain, entity, symmetry, component) -> bool:
     return False
 
 
-def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool) -> np.ndarray:
+def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool, exact: bool) -> np.ndarray:
     n = len(crop.tokens)
     bonds = np.zeros((n, n), bool)
     for _, first, count, atomised in segments:
@@ -119,6 +119,11 @@ def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool) -> n
     links, candidates = crop.entry.arrays["links"], crop.entry.arrays["link_tokens"]
     tokens = crop.tokens
     if not training or not len(links):
+        return bonds
+    if exact:
+        ends = np.stack([links["token_first"], links["token_second"]], axis=-1)
+        row, column = crop.new[ends[(ends >= 0).all(axis=-1) & crop.keep[ends].all(axis=-1)]].T
+        bonds[row, column] = bonds[column, row] = True
         return bonds
     if _symmetry_mismatch(tokens["chain"], entity, symmetry, tokens["component"]):
         return bonds
@@ -202,13 +207,17 @@ def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:
     return {"molecule_atom_indices": center, "distogram_atom_indices": distogram, "atom_indices_for_frame": frame}
 
 
-def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True) -> dict[str, Tensor | None]:
+def structure_features(
+    entry: Entry, keep: np.ndarray, *, training: bool = True, exact_bonds: bool = False
+) -> dict[str, Tensor | None]:
     """The fields of the baseline's `AtomInput` that come from the structure, for the tokens in `keep`.
 
     Args:
         entry: the uncropped structure.
         keep: bool [N], at least one True.
         training: install bonds of the mmCIF file (`_struct_conn`), which the baseline does in training only.
+        exact_bonds: install all of them. The baseline misses most bonds of ligands (glycans, covalent inhibitors),
+            because it looks their atoms up by element, and every bond where copies of a chain differ.
 
     Returns: tensors by field name; shapes as in `alphafold3_pytorch.inputs.AtomInput`. In place of the atom pairs there
         is `atom_molecules`, int32 [M], the molecule of each atom (`megafold.evopipe.expand.atom_pairs`).
@@ -240,7 +249,7 @@ def structure_features(entry: Entry, keep: np.ndarray, *, training: bool = True)
         "additional_molecule_feats": additional,
         "is_molecule_types": np.arange(layout.NUM_MOLECULE_TYPES) == molecule_type[:, None],
         "is_molecule_mod": modified,
-        "token_bonds": _token_bonds(crop, segments, entity, symmetry, training=training),
+        "token_bonds": _token_bonds(crop, segments, entity, symmetry, training=training, exact=exact_bonds),
         "atom_parent_ids": np.repeat(chain_of_residue, crop.residue_atoms),
         "missing_atom_mask": np.ascontiguousarray(crop.atoms["missing"]),
         "atom_molecules": molecule.astype(np.int32),

@@ -71,7 +71,9 @@ ATOM = np.dtype(
 BOND = np.dtype([("first", "<i4"), ("second", "<i4")])  # tokens, inside an atomised residue
 # One row per `_struct_conn` bond that may be installed: the tokens that its two atoms may denote are
 # link_tokens[start : start + count]; `key` numbers the atom, because repeated bonds of one atom take the next token.
-LINK = np.dtype([(f"{name}_{side}", "<i4") for side in ("first", "second") for name in ("key", "start", "count")])
+# That is how the baseline finds atoms, and it misses most of those of ligands; `token` is the right one, or -1.
+_LINK_END = ("key", "start", "count", "token")
+LINK = np.dtype([(f"{name}_{side}", "<i4") for side in ("first", "second") for name in _LINK_END])
 
 ARRAYS = {
     "tokens": TOKEN,

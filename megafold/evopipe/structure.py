@@ -12,17 +12,21 @@ from megafold.evopipe import layout, molecules
 from megafold.evopipe.report import EntryError, Log, listed
 from megafold.evopipe.unresolved import complete
 
+NAMELESS = (-(10**9), "")  # an unresolved residue: no bond of the file can be meant for it
+
 
 class Structure(NamedTuple):
-    """The baseline's `Biomolecule`, two facts of the file's header, and each chain's full sequence.
+    """The baseline's `Biomolecule`, two facts of the file's header, each chain's full sequence, and its tokens' names.
 
     `sequences`: chain -> (one-letter sequence with the unresolved residues, which of them are resolved).
+    `names`: per token (its residue's number in the file, the atom's name there; "" for a polymer residue).
     """
 
     biomolecule: Any
     resolution: float | None
     released: str
     sequences: dict[str, tuple[str, list[bool]]]
+    names: list[tuple[int, str]]
 
 
 def parse(text: str, name: str, file: str, log: Log | None = None, *, unresolved: bool = True) -> Structure:
@@ -54,23 +58,51 @@ def parse(text: str, name: str, file: str, log: Log | None = None, *, unresolved
     if not len(biomolecule.chain_id):
         raise EntryError(file, "atom_site", "no residue with coordinates", code="no atoms")
     _tell_unplaced(result.mmcif_object.structure, biomolecule, log)
+    names = _names(result.mmcif_object.structure, biomolecule)
     if unresolved:
-        biomolecule = complete(result.mmcif_object, biomolecule, log)
+        biomolecule, origin = complete(result.mmcif_object, biomolecule, log)
+        names = [names[row] if row >= 0 else NAMELESS for row in origin]
     released = extract_mmcif_metadata_field(result.mmcif_object, "release_date")
     if released is None:
         raise InputError(file, "_pdbx_audit_revision_history.revision_date", "missing; the release date is needed")
     resolution = extract_mmcif_metadata_field(result.mmcif_object, "resolution")
-    return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object))
+    return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object), names)
+
+
+def _names(model, biomolecule) -> list[tuple[int, str]]:
+    """What the file calls each token of a `Biomolecule` made from `model`: the baseline keeps elements only."""
+    numbers = {(chain.id, i): residue for chain in model for i, residue in enumerate(chain, 1)}
+    names, atoms = [], iter(())
+    last, standard = None, _standard_residues()
+    for chain, index in zip(biomolecule.chain_id.tolist(), biomolecule.residue_index.tolist()):
+        residue = numbers[chain, index]
+        if residue.resname in standard:
+            names.append((residue.id[1], ""))
+            continue
+        if last != (chain, index):
+            last, atoms = (chain, index), iter(residue)
+        names.append((residue.id[1], next(atoms).name))
+    return names
+
+
+def _standard_residues() -> dict[str, set[str]]:
+    """Component -> atom names that the baseline has a place for, of the residues that it does not take apart."""
+    from alphafold3_pytorch.common import amino_acid_constants, dna_constants, rna_constants
+
+    polymers = (amino_acid_constants, rna_constants, dna_constants)
+    return {
+        name: constants.atom_types_set
+        for constants in polymers
+        for name, letter in constants.restype_3to1.items()
+        if letter != "X"
+    }
 
 
 def _tell_unplaced(model, biomolecule, log: Log) -> None:
     """Atoms that the baseline has no place for: terminal OXT, OP3, and names that the dictionary does not have."""
     if sum(1 for _ in model.get_atoms()) == int(biomolecule.atom_mask.sum()):
         return
-    from alphafold3_pytorch.common import amino_acid_constants, dna_constants, rna_constants
-
-    polymers = (amino_acid_constants, rna_constants, dna_constants)
-    known = {name: constants.atom_types_set for constants in polymers for name in constants.restype_3to1}
+    known = _standard_residues()
     names = [
         atom.name
         for residue in model.get_residues()
@@ -119,7 +151,7 @@ def arrays(structure: Structure, file: str, log: Log | None = None) -> tuple[dic
         if not biomolecule.atom_mask[first].any():
             mol.SetProp("missing_atom_indices", ",".join(map(str, range(mol.GetNumAtoms()))))
     atoms, bonds = _atoms(mols, tokens, residues)
-    links, link_tokens = _links(biomolecule)
+    links, link_tokens = _links(biomolecule, structure.names)
     _set_crop_positions(tokens, atoms)
     smiles = {
         id: inputs.CCD_COMPONENTS_SMILES[id]
@@ -207,11 +239,12 @@ def _atoms(mols, tokens, residues) -> tuple[np.ndarray, np.ndarray]:
     return atoms, table
 
 
-def _links(biomolecule) -> tuple[np.ndarray, np.ndarray]:
+def _links(biomolecule, names: list[tuple[int, str]]) -> tuple[np.ndarray, np.ndarray]:
     """The `_struct_conn` bonds that the baseline would install, each with the tokens that its atoms may denote.
 
     The baseline looks a bond's author residue number up among its own, renumbered residues. That finds another residue
-    (or none) where a chain's numbering does not start at 1; it is kept as it is, because the features must be equal.
+    (or none) where a chain's numbering does not start at 1; it also knows a ligand's atoms by their elements only. This
+    is kept as it is, because the features must be equal; the right tokens are kept beside it.
     """
     from alphafold3_pytorch import inputs
     from alphafold3_pytorch.data.mmcif_parsing import _is_set
@@ -223,6 +256,7 @@ def _links(biomolecule) -> tuple[np.ndarray, np.ndarray]:
     }
     keys: dict[str, int] = {}
     rows, candidates, total = [], [], 0
+    exact = {(chain, *name): i for i, (chain, name) in enumerate(zip(biomolecule.chain_id.tolist(), names))}
     for bond in biomolecule.bonds:
         polymer = bond.ptnr1_auth_comp_id in polymer_names, bond.ptnr2_auth_comp_id in polymer_names
         close = _is_set(bond.pdbx_dist_value) and float(bond.pdbx_dist_value) < 2.4
@@ -237,7 +271,9 @@ def _links(biomolecule) -> tuple[np.ndarray, np.ndarray]:
             if number.lstrip("+-").isdigit():
                 found = (biomolecule.chain_id == chain) & (biomolecule.residue_index == int(number))
                 found = np.flatnonzero(found if is_polymer else found & (biomolecule.atom_name == atom))
-            row += [keys.setdefault(f"{chain}:{number}:{atom}", len(keys)), total, len(found)]
+            place = int(number) if number.lstrip("+-").isdigit() else NAMELESS[0]
+            token = exact.get((chain, place, ""), exact.get((chain, place, atom), -1))
+            row += [keys.setdefault(f"{chain}:{number}:{atom}", len(keys)), total, len(found), token]
             candidates.append(found)
             total += len(found)
         rows.append(tuple(row))

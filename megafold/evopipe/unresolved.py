@@ -19,8 +19,10 @@ from megafold.evopipe.report import Log, listed
 RNA, DNA = "RNA", "DNA"
 
 
-def complete(mmcif_object, biomolecule, log: Log):
+def complete(mmcif_object, biomolecule, log: Log) -> tuple[Any, np.ndarray]:
     """The `Biomolecule` with its unresolved polymer residues, numbered 1, 2, ... along the full sequence of each chain.
+
+    Also where each of its tokens comes from: rows of the one given, -1 for an unresolved residue.
 
     An unresolved modified residue is represented by its parent (MSE by MET), because the baseline represents a
     modified residue by its resolved atoms alone. A residue of unknown type has no parent: it is left out, and its
@@ -61,8 +63,9 @@ def complete(mmcif_object, biomolecule, log: Log):
         parts += [(row, number + len(components), None) for number, left in by_number.items() for row in left]
     _tell(kept, replaced, lost, log)
     if not kept and all(biomolecule.residue_index[row] == number for row, number, _ in parts):
-        return biomolecule
-    return _assembled(biomolecule, parts, first, new_components)
+        return biomolecule, np.arange(len(biomolecule.chain_id))
+    origin = np.array([row if component is None else -1 for row, _, component in parts])
+    return _assembled(biomolecule, parts, first, new_components), origin
 
 
 def _tell(kept: dict[str, int], replaced: list[str], lost: list[str], log: Log) -> None:

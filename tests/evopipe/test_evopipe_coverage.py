@@ -264,9 +264,15 @@ def test_covalent_ligand_and_its_bond_are_kept(ubiquitin, tmp_path):
     path = tmp_path / "1ubq.cif"
     path.write_text(ubiquitin.text())
     entry = made(path)
-    assert entry.n_tokens == 76 + 14 or entry.n_tokens == 76 + 15
-    assert (entry.arrays["tokens"]["kind"][76:] == layout.LIGAND).all()
-    assert len(entry.arrays["links"]) == 1 and len(entry.arrays["bonds"]) >= 14
+    assert entry.n_tokens == 76 + 15 and (entry.arrays["tokens"]["kind"][76:] == layout.LIGAND).all()
+    everything = np.ones(entry.n_tokens, bool)
+    bonds = crop.structure_features(entry, everything, exact_bonds=True)["token_bonds"]
+    assert bonds[24, 76] and bonds[76, 24] and not bonds[24, 77:].any() and not bonds[25, 76:].any()
+    kept = everything.copy()
+    kept[:10] = False  # a crop renumbers the tokens
+    assert crop.structure_features(entry, kept, exact_bonds=True)["token_bonds"][14, 66]
+    kept[76] = False
+    assert not crop.structure_features(entry, kept, exact_bonds=True)["token_bonds"][:66, 66:].any()
 
 
 def test_glycan_is_one_chain_of_sugars(ubiquitin, tmp_path):
@@ -286,6 +292,8 @@ def test_glycan_is_one_chain_of_sugars(ubiquitin, tmp_path):
     residues = entry.arrays["residues"]
     assert [layout.KINDS[kind] for kind in residues["kind"][-2:]] == ["ligand", "ligand"]
     assert entry.arrays["tokens"]["residue_index"][[76, -1]].tolist() == [1, 2]
+    bonds = crop.structure_features(entry, np.ones(entry.n_tokens, bool), exact_bonds=True)["token_bonds"]
+    assert bonds[76, 91] and bonds[76:91, 91:].sum() == 1
 
 
 @pytest.mark.parametrize("ion", ["ZN", "MG", "CL", "NA"])

@@ -52,7 +52,7 @@ def stock_features(source: DataSource, name: str, keep: np.ndarray, *, training:
         return self.crop_chains_with_masks(chains, masks), chains, masks
 
     def completed(mmcif_object):
-        return complete(mmcif_object, from_mmcif(mmcif_object), Log(name, name))
+        return complete(mmcif_object, from_mmcif(mmcif_object), Log(name, name))[0]
 
     from_mmcif = inputs._from_mmcif_object
     root = measure.stage_for_stock(source, unresolved=unresolved)
