@@ -24,11 +24,15 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a provider is given: the point, the EvoPipe cache (or None) and the device, "cpu" or "cuda"."""
+    """What a provider is given: the point, the EvoPipe cache (or None) and the device, "cpu" or "cuda".
+
+    `meeting` names the store's part where the ranks of a point meet, if there are several.
+    """
 
     point: Point
     cache: Path | None
     device: str
+    meeting: str = ""
 
 
 class Session(Protocol):
@@ -118,6 +122,14 @@ def iteration_megafold(context: Context) -> Session:
     from experiments.contenders.iteration import IterationSession, megafold_preparation
 
     return IterationSession(context, megafold_preparation(context.point.contender, context.point.setting.workload))
+
+
+@provider("iteration", "sequence_parallel", preload=STOCK)
+def iteration_sequence_parallel(context: Context) -> Session:
+    """MegaFold with EvoSP-3D over the point's sp x dp ranks; `mode: emulated` runs one of them on one device."""
+    from experiments.contenders.sequence_parallel import SequenceParallelSession
+
+    return SequenceParallelSession(context)
 
 
 @provider("data_pipeline", "stock", preload=STOCK)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from experiments.pool import Pool
 from experiments.provenance import now, software, vendor_here
+from experiments.ranks import Alone, join_ranks
 from experiments.record import Metric, Record, read_record, record_path, write_record
 from experiments.spec import Comparison, Contender, Point
 from megafold.errors import InputError
@@ -52,21 +53,27 @@ def measure(
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
 
     Returns:
-        The outcome of every point, in order: just measured, or kept.
+        The outcome of every point, in order: just measured, or kept. Of several ranks (see experiments.ranks) rank 0
+        writes and returns them; the others return nothing.
 
     Raises:
         InputError: where a point needs a cache and there is none.
     """
     _check_cache(comparisons, cache)
-    todo = [(comparison, _unsettled(comparison, records, force)) for comparison in comparisons]
+    ranks = join_ranks()
+    missing = ranks.same([[point.id for point in _unsettled(entry, records, force)] for entry in comparisons])
+    todo = [(entry, [p for p in entry.points if p.id in ids]) for entry, ids in zip(comparisons, missing)]
     static = software(command)
     results: dict[tuple[str, str], Record] = {}
     with _terminable(), Pool(Path(logs), device) as pool, _Progress(todo) as progress:
         for number, (comparison, points) in enumerate(todo):
             later = [(other.setting.what, point.contender) for other, left in todo[number:] for point in left]
             pool.keep(later)
-            run = _Run(comparison, points, pool, cache, static, records, progress)
+            run = _Run(comparison, points, pool, cache, static, records, progress, ranks)
             results |= {(comparison.id, record.point.id): record for record in run.records()}
+        ranks.close()
+    if not ranks.leads:
+        return []
     kept = [
         results.get((comparison.id, point.id)) or read_record(record_path(records, point))
         for comparison in comparisons
@@ -87,7 +94,9 @@ class _Run:
         static: Mapping[str, Any],
         records: Path,
         progress: _Progress,
+        ranks: Alone,
     ) -> None:
+        self._ranks = ranks
         self._comparison, self._pool, self._cache, self._static = comparison, pool, cache, static
         self._folder, self._progress = records, progress
         self._points = {point.contender: point for point in points}
@@ -102,15 +111,20 @@ class _Run:
             return []
         setting, protocol = self._comparison.setting, self._comparison.setting.protocol
         self._progress.say(f"{self._comparison.id}: starting {', '.join(c.name for c in self._live)}")
-        failed = self._pool.prepare(setting.what, self._live, protocol.timeout_s)
+        replies = self._pool.prepare(setting.what, self._live, protocol.timeout_s)
+        failed = {}
         for contender in self._live:
-            if contender not in failed:
+            reply = self._ranks.worst(replies.get(contender, {"status": "ok"}), protocol.timeout_s)
+            if reply["status"] != "ok":
+                failed[contender] = reply
+            else:
                 self._hardware = self._pool.worker(setting.what, contender).hardware or self._hardware
         for contender, reply in failed.items():
             self._settle(contender, reply)
         cache = str(self._cache) if self._cache else None
         for contender in list(self._live):
-            self._ask(contender, {"do": "open", "point": self._points[contender].as_dict(), "cache": cache})
+            point, meeting = self._points[contender].as_dict(), self._ranks.meeting()
+            self._ask(contender, {"do": "open", "point": point, "cache": cache, "meeting": meeting})
         for visit in range(protocol.visits):
             for contender in list(self._live):
                 self._progress.say(f"{self._comparison.id}: {contender.name}, visit {visit + 1} of {protocol.visits}")
@@ -125,14 +139,16 @@ class _Run:
     def _ask(self, contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
         setting = self._comparison.setting
         reply = self._pool.worker(setting.what, contender).ask(command, setting.protocol.timeout_s)
+        reply = self._ranks.worst(reply, setting.protocol.timeout_s)
         if reply["status"] != "ok":
             self._settle(contender, reply)
         return reply
 
     def _settle(self, contender: Contender, reply: Mapping[str, Any]) -> None:
         self._live.remove(contender)
-        if reply["status"] == "error":
-            # After some errors (an illegal access on a GPU) the process is of no use to the next comparison.
+        if reply["status"] == "error" or (reply["status"] != "ok" and self._ranks.size > 1):
+            # After some errors (an illegal access on a GPU) the process is of no use to the next comparison, and after
+            # any on one rank the process groups of all are not.
             self._pool.discard(self._comparison.setting.what, contender)
         own = self._hardware
         found = {name: value for name, value in own.items() if name != "vendor"}
@@ -142,11 +158,13 @@ class _Run:
             status=reply["status"],
             reason=reply.get("reason", ""),
             vendor=own.get("vendor", vendor_here()),
+            evidence=self._comparison.setting.mode,
             metrics={name: Metric(**metric) for name, metric in reply.get("metrics", {}).items()},
             provenance={**self._static, **found, "started": self._started, "ended": now()}
             | ({"notes": reply["notes"]} if reply.get("notes") else {}),
         )
-        write_record(record, self._folder)
+        if self._ranks.leads:
+            write_record(record, self._folder)
         self._written.append(record)
         reason = f" ({record.reason})" if record.reason else ""
         self._progress.say(f"{self._comparison.id}: {contender.name}: {record.status}{reason}")

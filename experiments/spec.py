@@ -92,6 +92,7 @@ class Setting:
         parts += [self.variant] if self.variant else []
         parts += [self.dtype] if self.what != "data_pipeline" else []
         parts += [f"sp{self.sp}dp{self.dp}"] if self.sp * self.dp > 1 else []
+        parts += [self.mode] if self.mode != "measured" else []
         return "-".join(parts)
 
 

@@ -77,7 +77,7 @@ class Worker:
         point = point_from_dict(command["point"], "point")
         cache = Path(command["cache"]) if command["cache"] else None
         provider = find_provider(point.setting.what, point.contender.provider)
-        self._session = provider.open(Context(point, cache, self._device))
+        self._session = provider.open(Context(point, cache, self._device, command.get("meeting", "")))
         self._session.suspend()
         return {}
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megafold.evosp3d.rebind import Stand, with_names
 from megafold.evosp3d.spread import einx_of_rows
@@ -20,20 +22,41 @@ if TYPE_CHECKING:
 
 
 def rows_of_pairs(shards: Shards) -> Stand:
-    """``einx`` whose outer sums and differences over tokens i and j are taken for this rank's i."""
+    """``einx`` whose outer sums over tokens i and j are taken for this rank's i."""
     whole = einx_of_rows()
 
     def add(pattern: str, left: Tensor, right: Tensor) -> Tensor:
         return whole.add(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
 
-    def subtract(pattern: str, left: Tensor, right: Tensor) -> Tensor:
-        return whole.subtract(pattern, shards.narrow(left, 1) if _is_outer(pattern) else left, right)
-
-    return einx_of_rows(add=add, subtract=subtract)
+    return einx_of_rows(add=add)
 
 
 def _is_outer(pattern: str) -> bool:
-    return pattern.startswith(("b i, b j ->", "b i d, b j d ->", "b i dp, b j dp ->"))
+    return pattern.startswith(("b i d, b j d ->", "b i dp, b j dp ->"))
+
+
+def relative_positions(self: Module, *, additional_molecule_feats: Tensor, shards: Shards) -> Tensor:
+    """``RelativePositionEncoding.forward`` (AF3 algorithm 3): ids [b, N, 5] -> rows [b, n, N, dp].
+
+    The one-hot bins [b, n, N, 139] are made again in the backward.
+    """
+    return checkpoint(_encode, self, additional_molecule_feats, shards, use_reentrant=False, preserve_rng_state=False)
+
+
+def _encode(self: Module, ids: Tensor, shards: Shards) -> Tensor:
+    difference = shards.narrow(ids, 1).unsqueeze(2) - ids.unsqueeze(1)
+    residue, token, chain, entity, copy = difference.unbind(-1)
+    same_chain, far, far_copy = chain == 0, 2 * self.r_max + 1, 2 * self.s_max + 1
+    bins = (
+        (torch.where(same_chain, (residue + self.r_max).clamp(0, far - 1), far), far + 1),
+        (torch.where(same_chain & (residue == 0), (token + self.r_max).clamp(0, far - 1), far), far + 1),
+        (torch.where(same_chain, far_copy, (copy + self.s_max).clamp(0, far_copy - 1)), far_copy + 1),
+    )
+    of_residue, of_token, of_copy = (
+        place.unsqueeze(-1) == torch.arange(count, device=ids.device) for place, count in bins
+    )
+    hot = torch.cat((of_residue, of_token, (entity == 0).unsqueeze(-1), of_copy), dim=-1)
+    return self.out_embedder(hot.to(self.out_embedder.weight.dtype))
 
 
 def token_bonds(self: Module, bonds: Tensor, *, shards: Shards) -> Tensor:
@@ -55,5 +78,5 @@ def _templates_as_batch(templates: Tensor, _: str) -> tuple[Tensor, Callable[[Te
 
 
 def stock_on_rows(cls: type[Module], shards: Shards):
-    """The stock forward of ``cls`` (relative positions, outer sum, input embedder) for this rank's rows of pairs."""
+    """The stock forward of ``cls`` (outer sum, input embedder) for this rank's rows of pairs."""
     return with_names(cls.forward, einx=rows_of_pairs(shards))

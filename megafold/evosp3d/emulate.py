@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 
 @contextmanager
-def emulated_ranks(size: int) -> Iterator[None]:
-    """This process is rank 0 of ``size`` for the block, without the others.
+def emulated_ranks(size: int, rank: int = 0) -> Iterator[None]:
+    """This process is one rank of ``size`` for the block, without the others.
 
     Raises:
         RuntimeError: where there is a process group already.
@@ -24,7 +24,7 @@ def emulated_ranks(size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("emulated ranks: this process is in a process group already")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:

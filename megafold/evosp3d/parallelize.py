@@ -101,6 +101,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     yield on(model, forward.model_forward)
     yield on(model.token_bond_to_pairwise_feat, embed.token_bonds)
     yield on(model.template_embedder, embed.template_embedder)
+    yield on(model.relative_position_encoding, embed.relative_positions)
     yield model.msa_module, "forward", msa.msa_module
     yield on(model.msa_module.msa_init_proj, msa.embed_alignment)
     yield on(model.edm, diffusion.diffusion_loss)
@@ -142,7 +143,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
                 yield module, method, getattr(type(module), method)
 
 
-_STOCK_ON_ROWS = (stock.RelativePositionEncoding, stock.LinearNoBiasThenOuterSum, stock.InputFeatureEmbedder)
+_STOCK_ON_ROWS = (stock.LinearNoBiasThenOuterSum, stock.InputFeatureEmbedder)
 _ROWS = (
     stock.Transition,
     stock.AttentionPairBias,

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megafold.evosp3d.rebind import Stand
 
-_OPERATIONS = {"add": operator.add, "subtract": operator.sub, "divide": operator.truediv, "where": torch.where}
+_OPERATIONS = {"add": operator.add, "multiply": operator.mul, "divide": operator.truediv, "where": torch.where}
 
 
 def einx_of_rows(**replaced: Callable[..., Any]) -> Stand:
-    """``einx`` whose add, subtract, divide and where take tensors without elements; ``replaced`` as given."""
+    """``einx`` whose add, multiply, divide and where take tensors without elements; ``replaced`` as given."""
 
     def safe(name: str) -> Callable[..., Tensor]:
         def call(pattern: str, *values: Any) -> Tensor:

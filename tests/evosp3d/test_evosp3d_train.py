@@ -121,10 +121,7 @@ def test_a_rank_that_raises_ends_all_with_its_error(train_ranks, tmp_path):
     assert "rank 1 failed: ArithmeticError: the flux capacitor is empty" in other
 
 
-def _short_silence(rank, size, config, folder):
-    from megafold.train import ranks, watch
-
-    ranks.Watch = lambda store, rank, size: watch.Watch(store, rank, size, silent_s=5)
+def _to_a_file(rank, size, config, folder):
     _to_file(config, rank)
     _train_rank(rank, size, config, folder)
 
@@ -139,11 +136,32 @@ def test_a_rank_that_is_killed_ends_all(train_ranks, tmp_path):
 
     began = time.time()
     config = _config(tmp_path / "out", parallel={"sp": 3}, steps=10000)
-    codes = train_ranks(3, config, _short_silence, kill)
+    codes = train_ranks(3, config, _to_a_file, kill)
     assert codes[1] == -signal.SIGKILL and codes[0] == codes[2] == 1
     assert time.time() - began < 90
     told = "".join((tmp_path / f"out-{rank}.err").read_text() for rank in (0, 2))
     assert "rank 1 has not been heard of" in told or "Connection" in told
+
+
+def test_a_silent_rank_is_noticed_where_nothing_else_tells(monkeypatch, tmp_path):
+    import torch.distributed as dist
+
+    from megafold.train import watch
+
+    told = []
+    monkeypatch.setattr(watch, "EVERY_S", 0.05)
+    monkeypatch.setattr(watch.Watch, "_end", lambda self, line: (told.append((self._rank, line)), self._over.set()))
+    store = dist.HashStore()
+    others = [watch.Watch(store, rank, 3, silent_s=1.0) for rank in (0, 2)]
+    silent = watch.Watch(store, 1, 3, silent_s=1.0)
+    time.sleep(0.5)
+    assert told == []
+    silent._over.set()  # as a kill would: it neither counts nor tells
+    time.sleep(3)
+    assert sorted(rank for rank, _ in told) == [0, 2]
+    assert all(line.startswith("rank 1 has not been heard of for 1 s") for _, line in told)
+    for other in others:
+        other._over.set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""Points of several ranks through the launcher, and one rank of many emulated: what their records say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.record import read_record, record_path
+from experiments.spec import load_sweep
+
+MEGAFOLD = [sys.executable, "-m", "megafold"]
+TINY = ["model=tiny", "n_tokens=9", "msa_depth=3", "atoms_per_token=3", "visits=1", "warmup=0", "repeats=1"]
+
+
+def _sweep(*settings: str):
+    return load_sweep("sequence_parallel", size="demo", settings=[*TINY, "timeout_s=200", *settings])
+
+
+def test_two_ranks_through_the_launcher_give_one_record(tmp_path):
+    from cluster.batch import Layout, measure_batch
+    from cluster.site import load_site
+
+    (comparison,) = _sweep("sp=2").comparisons
+    layout = Layout(tmp_path)
+    (record,) = measure_batch(load_site("local"), layout, "sequence_parallel", "one", [comparison.as_dict()], MEGAFOLD)
+    logs = "\n".join(path.read_text() for path in Path(tmp_path).rglob("*.log"))
+    assert (record.status, record.reason, record.evidence) == ("ok", "", "measured"), logs[-3000:]
+    metrics = record.metrics
+    assert metrics["sent"].value == pytest.approx(
+        sum(metrics[f"sent_{kind}"].value for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"))
+    )
+    assert metrics["sent_all_to_all"].value > 0 and metrics["loss"].value > 0
+    assert metrics["communication_estimate_network"].value > metrics["communication_estimate_nvlink"].value > 0
+
+
+def test_an_emulated_rank_sends_what_a_real_one_sends(tmp_path, run_ranks):
+    from experiments.run import measure
+
+    (comparison,) = _sweep("sp=3", "mode=emulated").comparisons
+    (record,) = measure([comparison], tmp_path, cache=None, logs=tmp_path / "logs", command="test", device="cpu")
+    assert (record.status, record.reason, record.evidence) == ("ok", "", "emulated")
+    assert read_record(record_path(tmp_path, comparison.points[0])).evidence == "emulated"
+    assert "emulated" in record.point.id
+    assert "loss" not in record.metrics  # it would mean nothing
+    assert "fake collectives" in record.metrics["iteration_time"].definition
+    real = run_ranks(3, _sent_by_a_real_rank)[0]
+    for kind, size in real.items():
+        assert record.metrics[f"sent_{kind}"].value * 2**30 == pytest.approx(size, abs=0.5), kind
+
+
+def _sent_by_a_real_rank() -> dict[str, int]:
+    import torch
+
+    from megafold.model.build import build_model
+    from megafold.model.presets import preset
+    from megafold.train.parallel import Parallel
+    from megafold.train.synthetic import synthetic_batch
+    from megafold.train.trainer import Trainer
+
+    batch = synthetic_batch(9, atoms_per_token=3, msa_depth=3, model_kwargs=preset("tiny"))
+    model = build_model("tiny")
+    parallel = Parallel(3, torch.device("cpu"))
+    parallel.prepare(model, None)
+    Trainer(model, device="cpu", parallel=parallel).step(batch)
+    return parallel.shards.traffic.by_kind()
+
+
+def test_ranks_that_were_not_started_are_told(tmp_path):
+    from experiments.run import measure
+
+    (comparison,) = _sweep("sp=2").comparisons
+    (record,) = measure([comparison], tmp_path, cache=None, logs=tmp_path / "logs", command="test", device="cpu")
+    assert record.status == "unsupported" and "needs 2 ranks, and 1 were started" in record.reason
+
+
+def test_the_full_sweeps_are_emulated_and_their_ids_say_so():
+    for name in ("sequence_parallel", "max_length"):
+        points = [point for comparison in load_sweep(name).comparisons for point in comparison.points]
+        assert all(point.setting.mode == "emulated" and "emulated" in point.id for point in points)
+    assert {point.setting.sp for point in points} == {1, 8, 32}
