@@ -111,18 +111,27 @@ def permute_chains(
     *,
     molecule_atom_indices: Tensor,
     mask: Tensor,
-    chains: Chains,
+    chains: Chains | None = None,
+    molecule_atom_lens: Tensor | None = None,
+    token_bonds: Tensor | None = None,
+    additional_molecule_feats: Tensor | None = None,
+    is_molecule_types: Tensor | None = None,
 ) -> Tensor:
     """``MultiChainPermutationAlignment.forward`` (AF3 section 4.2) for B copies of one structure.
 
     Coordinates [B, M, 3], centre atoms [B, N], mask [B, M]. One chain needs no search. For several, the stock search
     runs with its ids on the host; it reads the device once for every pair of chains that it compares.
 
+    Without ``chains`` they are read from the stock arguments, [B, ...] each.
+
     Atoms are put in the order of their chains by torch's sort on the coordinates' device, as in the stock model. On a
-    GPU that keeps the order within a chain; on a CPU it does
-    not for more than 16 atoms, so there the truth is shuffled, in the stock model and here alike.
+    CPU it shuffles the atoms of a chain of more than 16, so there the truth is shuffled, in the stock model and here
+    alike; a GPU's radix sort keeps their order.
     """
     copies = pred_coords.shape[0]
+    if chains is None:
+        facts = (additional_molecule_feats, is_molecule_types, token_bonds, molecule_atom_lens)
+        chains = Chains.read(*(fact[:1] for fact in facts), mask.shape[1])
     with torch.no_grad(), torch.autocast(pred_coords.device.type, enabled=False):
         pred_coords, true_coords = (t.masked_fill(~mask.unsqueeze(-1), 0.0) for t in (pred_coords, true_coords))
         of_atoms = chains.of_atoms()

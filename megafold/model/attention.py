@@ -6,8 +6,10 @@ Each function is the ``forward`` of one stock module (``self``), with the stock 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from alphafold3_pytorch.attention import full_attn_bias_to_windowed, full_pairwise_repr_to_windowed
 from torch import Tensor
@@ -54,15 +56,16 @@ def pair_bias_attention(
     mask: Tensor | None = None,
     windowed_mask: None = None,
     attend: Attend,
+    make_bias: Callable[[Module, Tensor], Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward``, no windows (AF3 algorithm 24): single_repr [B, N, d], mask [B, N] -> [B, N, d].
 
     pairwise_repr [B, N, N, dp] may be a :class:`Repeated`: then it is normalised and projected to the bias [b, H, N, N]
     once a structure, and its copies share it; ``mask`` must be equal for the copies. Unlike the stock module on ROCm it
-    normalises a pair representation of more than 2e9 elements too.
+    normalises a pair representation of more than 2e9 elements too. ``make_bias`` computes the bias in another way.
     """
     once, copies = once_and_copies(pairwise_repr)
-    bias = remembered(pairwise_repr, self, lambda: self.to_attn_bias(self.to_attn_bias_norm(once)))
+    bias = remembered(pairwise_repr, self, lambda: (make_bias or _bias)(self, once))
     if attn_bias is not None:
         bias, copies = Repeated(bias, copies).materialize() + attn_bias.unsqueeze(1), 1
     mask = None if mask is None else mask[::copies]
@@ -82,19 +85,32 @@ def windowed_attention(
     mask: Tensor | None = None,
     windowed_mask: Tensor | None = None,
     attend: Attend,
+    make_bias: Callable[[Module, Tensor], Tensor] | None = None,
+    attend_windows: Callable[..., Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward`` with windows of w atoms, each seeing itself and the one before.
 
     single_repr [B, M, d], pairwise_repr [B, M, M, dp] or [B, nw, w, 2w, dp], mask [B, M], windowed_mask [B, nw, w, 2w]
-    -> [B, M, d]. As in the stock module attention probabilities are not dropped here.
+    -> [B, M, d]. As in the stock module attention probabilities are not dropped here. ``attend_windows`` takes q, k and
+    v [B, M, H, D], the bias and both masks as they are, instead of ``attend`` on windows put side by side.
     """
     attn, size, atoms = self.attn, self.window_size, single_repr.shape[1]
     if pairwise_repr.ndim == 4:
         pairwise_repr = full_pairwise_repr_to_windowed(pairwise_repr, window_size=size)
-    bias = self.to_attn_bias(self.to_attn_bias_norm(pairwise_repr))
+    bias = (make_bias or _bias)(self, pairwise_repr)
     if attn_bias is not None:
         bias = bias + full_attn_bias_to_windowed(attn_bias, window_size=size).unsqueeze(1)
     q, k, v, values = _project(attn, single_repr, bias.shape[1], value_residual)
+
+    if attend_windows is not None and attn.memory_kv is None:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = attend_windows(q, k, v, bias, mask, windowed_mask)
+        # Copies of one structure (the stride says so) have no padding that differs.
+        if mask is not None and (mask.shape[0] == 1 or mask.stride(0) != 0):
+            out = _average_where_unseen(out, v, mask, windowed_mask, size)
+        out = out.flatten(2)
+        out = attn.to_out(_through_gate(attn, out, single_repr))
+        return (out, values) if return_values else out
 
     # [B, H, M, D] -> one group a window, [B * nw, 1, H, w or 2w, D]; likewise the bias and the mask of seen keys.
     q, k, v = (in_windows(t.transpose(1, 2), size) for t in (q, k, v))
@@ -108,6 +124,24 @@ def windowed_attention(
     out = out.unflatten(0, (single_repr.shape[0], -1)).flatten(1, 2)[:, :atoms].flatten(2)
     out = attn.to_out(_through_gate(attn, out, single_repr))
     return (out, values) if return_values else out
+
+
+def _average_where_unseen(out: Tensor, v: Tensor, mask: Tensor, windowed_mask: Tensor | None, size: int) -> Tensor:
+    """Padding that sees no atom averages its windows' values [B, M, H, D], as in the stock model, instead of giving 0.
+
+    It matters to nothing but the centre of a rollout's structures, to which the stock model counts the padding.
+    """
+    seen = with_previous(in_windows(mask, size)).unsqueeze(2)
+    seen = seen if windowed_mask is None else seen & windowed_mask
+    total = in_windows(v, size).sum(dim=2, keepdim=True)
+    total = total + F.pad(total[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    average = (total / (2 * size)).expand(-1, -1, size, -1, -1).flatten(1, 2)[:, : out.shape[1]]
+    is_seen = seen.any(dim=-1).expand(-1, -1, size).flatten(1, 2)[:, : out.shape[1]]
+    return torch.where(is_seen[..., None, None], out, average.to(out.dtype))
+
+
+def _bias(self: Module, pairs: Tensor) -> Tensor:
+    return self.to_attn_bias(self.to_attn_bias_norm(pairs))
 
 
 def _gated(

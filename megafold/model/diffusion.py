@@ -9,14 +9,13 @@ from alphafold3_pytorch.alphafold3 import DiffusionLossBreakdown, ElucidatedAtom
 from loguru import logger
 from torch import Tensor
 
+from megafold.model.alignment import Chains
 from megafold.model.lddt import bond_loss
 from megafold.model.tokens import mark_atoms
 
 if TYPE_CHECKING:
     from alphafold3_pytorch.alphafold3 import ElucidatedAtomDiffusion
     from torch.nn import Module
-
-    from megafold.model.alignment import Chains
 
 RNA, DNA, LIGAND = 1, 2, 3
 
@@ -30,7 +29,11 @@ def diffusion_loss(
     molecule_atom_indices: Tensor | None,
     is_molecule_types: Tensor,
     missing_atom_mask: Tensor | None = None,
+    token_bonds: Tensor | None = None,
+    additional_molecule_feats: Tensor | None = None,
+    single_structure_input: bool = False,
     chains: Chains | None = None,
+    verbose: bool | None = None,
     add_smooth_lddt_loss: bool = False,
     add_bond_loss: bool = False,
     nucleotide_loss_weight: float = 5.0,
@@ -41,8 +44,12 @@ def diffusion_loss(
     """``ElucidatedAtomDiffusion.forward`` for a training step: positions [B, M, 3] -> the mean loss and its terms.
 
     ``features`` are what the network is conditioned on besides the masks and lengths given here; they may be
-    :class:`megafold.model.repeated.Repeated`. With ``chains`` the chains of the truth are permuted.
+    :class:`megafold.model.repeated.Repeated`. With ``chains`` the chains of the truth are permuted; without, they are
+    read from the device for a ``single_structure_input``, as the stock arguments have it.
     """
+    if chains is None and single_structure_input:
+        atoms, facts = atom_mask.shape[1], (is_molecule_types, token_bonds, molecule_atom_lens)
+        chains = Chains.read(additional_molecule_feats[:1], *(fact[:1] for fact in facts), atoms)
     truth, count = atom_pos_ground_truth, atom_pos_ground_truth.shape[0]
     sigmas = self.noise_distribution(count, device=truth.device).type(truth.dtype)
     padded_sigmas = sigmas[:, None, None]

@@ -29,6 +29,8 @@ class Plan:
         evoflash3d: triangle, single and token attention go through :func:`megafold.evoflash3d.api.evoflash3d`. What
             that kernel cannot express, and devices that its kernels do not run on, stay with ``sdpa`` (if on), else
             with the stock code or the kernel's reference.
+        evofusion: what surrounds the attention (norms with projections, triangle updates, transitions, gates, the MSA
+            module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`.
     """
 
     shared_conditioning: bool = True
@@ -38,6 +40,7 @@ class Plan:
     recompute: bool = True
     sdpa: bool = True
     evoflash3d: bool = True
+    evofusion: bool = False
 
     @classmethod
     def none(cls) -> Plan:

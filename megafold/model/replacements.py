@@ -21,13 +21,20 @@ shared_rollout
 asynchronous          WeightedRigidAlign.forward                              alignment.rigid_align
 asynchronous          AtomToTokenPooler.forward                               tokens.pool_atoms
 chunked_heads         SmoothLDDTLoss.forward                                  lddt.smooth_lddt_loss
+evofusion             PairwiseBlock.forward                                   fused.pair_block
+evofusion             PreLayerNorm.forward (transitions), Transition.forward  fused.normed_transition, plain_transition
+evofusion             ConditionWrapper.forward                                fused.condition_wrapper
+evofusion             OuterProductMean.forward                                fused.outer_product
+evofusion             MSAPairWeightedAveraging.forward                        fused.pair_weighted
+evofusion             SmoothLDDTLoss.forward                                  fused.smooth_lddt
+evofusion             AttentionPairBias.forward                               attention.*, bias and windows by EvoFusion
 recompute             DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
 recompute             PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
 ====================  ======================================================  ==========================================
 
 How an attention is computed is one function of :mod:`megafold.model.attend`: EvoFlash-3D, SDPA or the eager definition.
-MSAPairWeightedAveraging has weights from pairs alone, no queries and keys: it is no attention for these switches.
+MSAPairWeightedAveraging has weights from pairs alone, no queries and keys: it is no attention for sdpa and evoflash3d.
 """
 
 from __future__ import annotations
@@ -94,10 +101,14 @@ def replacements(
     elif shares:
         yield "", "forward", with_lazy_repeat(type(model).forward), "forward (shared_conditioning)"
     if shares:
-        yield from _sharing(model, missed)
+        yield from _sharing(model, plan, missed)
     yield from _sampling(model, plan, shares, missed)
     yield from _single_kinds(model, plan, missed)
-    if shares or plan.sdpa or plan.evoflash3d:
+    if plan.evofusion:
+        from megafold.model.fused import fuse
+
+        yield from fuse(model, partial(_way, plan), missed)
+    if shares or plan.sdpa or plan.evoflash3d or plan.evofusion:
         yield from _attentions(model, plan, shares, missed)
     notes.extend(_notes(model, plan))
 
@@ -117,13 +128,13 @@ def _training_forward_of(self: Module, *args: Any, step: Step, **kwargs: Any) ->
     return training_forward(self, *args, step=step, **kwargs)
 
 
-def _sharing(model: stock.Alphafold3, missed: Missed) -> Iterator[Replacement]:
+def _sharing(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Replacement]:
     kind = "{} (shared_conditioning)".format
     yield "edm", "preconditioned_network_forward", denoiser.precondition, kind("noise level")
     yield "confidence_head", "forward", denoiser.confidence_of_copies, kind("confidence head")
     yield "diffusion_module", "forward", denoiser.denoise, kind("diffusion module")
     for path, module in model.diffusion_module.named_modules(prefix="diffusion_module"):
-        if _is(module, stock.ConditionWrapper):
+        if _is(module, stock.ConditionWrapper) and not plan.evofusion:
             yield path, "forward", denoiser.conditioned, kind("conditioning wrapper")
         elif _is(module, stock.AdaptiveLayerNorm):
             yield path, "forward", denoiser.adaptive_layer_norm, kind("adaptive layer norm")
@@ -150,7 +161,7 @@ def _sample(remembers: bool, self: Module, *args: Any, **kwargs: Any) -> Any:
 
 def _single_kinds(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Replacement]:
     for switch, cls, name, function, kind in _BY_KIND:
-        if not getattr(plan, switch):
+        if not getattr(plan, switch) or (cls is stock.SmoothLDDTLoss and plan.evofusion):
             continue
         for path, module in model.named_modules():
             if isinstance(module, cls) and getattr(type(module), name) is not getattr(cls, name):
@@ -159,6 +170,23 @@ def _single_kinds(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterat
                 yield path, name, function, f"{kind} ({switch})"
     if plan.recompute and model.diffusion_module.token_transformer.checkpoint:
         yield "diffusion_module", recompute.RECOMPUTES, True, "diffusion conditioning (recompute)"
+
+
+def _way(plan: Plan, attn: Attention) -> attend.Attend:
+    """How a fused pair block attends: the first way of the plan that can, else the definition."""
+    for switch in _asked(plan):
+        if _cannot_attend(switch, _head_dim(attn), None) is None:
+            return _ways(plan)[switch]
+    return attend.attend_eager
+
+
+def _ways(plan: Plan) -> dict[str, attend.Attend]:
+    kernel = attend.attend_by_device if plan.sdpa else attend.attend_evoflash3d
+    return {"evoflash3d": kernel, "sdpa": attend.attend_sdpa}
+
+
+def _head_dim(attn: Attention) -> int:
+    return attn.to_q.out_features // attn.split_heads.axes_lengths["h"]
 
 
 def _cannot_own_forward(model: stock.Alphafold3) -> str | None:
@@ -193,19 +221,26 @@ def _attentions(model: stock.Alphafold3, plan: Plan, shares: bool, missed: Misse
         if _is(module, stock.TriangleAttention):
             function, kind, needed = attention.triangle_attention, "triangle attention", False
         elif _is(module, stock.AttentionPairBias) and module.window_size is not None:
-            function, kind, needed = attention.windowed_attention, "atom attention", False
+            function, kind, needed = attention.windowed_attention, "atom attention", plan.evofusion
         elif _is(module, stock.AttentionPairBias):
             is_token = path.startswith("diffusion_module.token_transformer.")
             kind = "token attention" if is_token else "single attention"
-            function, needed = attention.pair_bias_attention, shares and is_token
+            function, needed = attention.pair_bias_attention, (shares and is_token) or plan.evofusion
         else:
             if isinstance(module, (Attention, *_OTHER_ATTENTION)) and module not in inside:
                 missed.extend((path, f"{switch}: {type(module).__name__} stays stock") for switch in _asked(plan))
             continue
         inside.add(module.attn)
         way, how = _attend_for(path, module.attn, plan, kind != "atom attention", needed, missed)
-        if way is not None:
-            yield path, "forward", partial(_method, function, way), f"{kind} ({how})"
+        if way is None:
+            continue
+        options = {}
+        if plan.evofusion and kind != "triangle attention":
+            from megafold.model.fused import attention_options
+
+            options = attention_options(module)
+            how = "evofusion" if "attend_windows" in options else how
+        yield path, "forward", partial(_method, function, way, options), f"{kind} ({how})"
 
 
 def _attend_for(
@@ -213,19 +248,17 @@ def _attend_for(
 ) -> tuple[attend.Attend | None, str]:
     """How to compute one attention, and the name of that way; None: it stays stock. ``needed``: it may not."""
     clamp = attn.attend.attn_softclamp_value if attn.attend.enable_attn_softclamp else None
-    head_dim = attn.to_q.out_features // attn.split_heads.axes_lengths["h"]
     for switch in _asked(plan):
         if switch == "evoflash3d" and not rows:
             continue
-        problem = _cannot_attend(switch, head_dim, clamp)
+        problem = _cannot_attend(switch, _head_dim(attn), clamp)
         if problem is None:
-            kernel = attend.attend_by_device if plan.sdpa else attend.attend_evoflash3d
-            return (kernel if switch == "evoflash3d" else attend.attend_sdpa), switch
+            return _ways(plan)[switch], switch
         missed.append((path, f"{switch}: {problem}"))
     if not needed:
         return None, ""
     softmax_dtype = torch.float32 if attn.attend.softmax_full_precision else None
-    return partial(attend.attend_eager, softclamp=clamp, softmax_dtype=softmax_dtype), "shared_conditioning"
+    return partial(attend.attend_eager, softclamp=clamp, softmax_dtype=softmax_dtype), "eager"
 
 
 def _cannot_attend(switch: str, head_dim: int, clamp: float | None) -> str | None:
@@ -257,8 +290,15 @@ def _because(reason: str | None) -> str:
     return f": {reason}" if reason else ""
 
 
-def _method(function: Callable[..., Any], way: attend.Attend, self: Module, *args: Any, **kwargs: Any) -> Any:
-    return function(self, *args, attend=way, **kwargs)
+def _method(
+    function: Callable[..., Any],
+    way: attend.Attend,
+    options: dict[str, Any],
+    self: Module,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return function(self, *args, attend=way, **options, **kwargs)
 
 
 def _is(module: Module, cls: type[Module]) -> bool:

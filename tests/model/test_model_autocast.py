@@ -13,8 +13,9 @@ PLANS = {
     "chunked_heads": Plan.only("chunked_heads"),
     "recompute": Plan.only("recompute"),
     "sdpa": Plan.only("sdpa"),
-    "all": Plan(),
-    "all-through-evoflash3d": Plan(sdpa=False),
+    "evofusion": Plan.only("evofusion"),
+    "all": Plan(evofusion=True),
+    "all-through-evoflash3d": Plan(evofusion=True, sdpa=False),
 }
 
 

@@ -215,8 +215,8 @@ def test_rollouts_that_nothing_heeds_are_refused(rollouts, plan, problem, model)
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(), Plan.only("shared_conditioning", "shared_rollout"), Plan(sdpa=False)],
-    ids=["all", "shared", "evoflash3d"],
+    [Plan(), Plan.only("shared_conditioning", "shared_rollout"), Plan(sdpa=False), Plan(evofusion=True)],
+    ids=["default", "shared", "evoflash3d", "evofusion"],
 )
 def test_inference_samples_the_same_structures(model, batch, plan):
     from megafold.model.optimize import optimize

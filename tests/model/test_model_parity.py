@@ -10,8 +10,8 @@ from megafold.model.plan import Plan
 
 PLANS = {
     **{switch: Plan.only(switch) for switch in Plan().as_dict() if switch != "shared_rollout"},
-    "all": Plan(),
-    "all-through-evoflash3d": Plan(sdpa=False),
+    "all": Plan(evofusion=True),
+    "all-through-evoflash3d": Plan(evofusion=True, sdpa=False),
 }
 CHECKPOINTED = {
     **{f"checkpoint_{part}": True for part in ("diffusion_module", "trunk_pairformer", "distogram_head")},

@@ -10,8 +10,9 @@ PLANS = {
     "shared_conditioning+shared_rollout": Plan.only("shared_conditioning", "shared_rollout"),
     "asynchronous": Plan.only("asynchronous"),
     "chunked_heads": Plan.only("chunked_heads"),
-    "all": Plan(),
-    "all-through-evoflash3d": Plan(sdpa=False),
+    "evofusion": Plan.only("evofusion"),
+    "all": Plan(evofusion=True),
+    "all-through-evoflash3d": Plan(evofusion=True, sdpa=False),
 }
 CHECKPOINTS = ("input_embedding", "trunk_pairformer", "diffusion_module", "confidence_head")
 EXTRAS = {
