@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,26 @@ def outputs_and_gradients(
     out = function(**leaves, **fixed)
     grads = torch.autograd.grad(out, list(leaves.values()), cotangent.to(out.dtype))
     return {"out": out.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
+
+
+def gradients_by_name(
+    function: Callable[..., Tensor | Sequence[Tensor]], inputs: Mapping[str, Tensor], seed: int = 0
+) -> dict[str, Tensor]:
+    """As `outputs_and_gradients`, for one or several outputs ("out", or "out0", ...) and cotangents drawn from a seed.
+
+    The cotangents depend on shapes alone, so a run in another dtype gets the same ones.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    result = function(**leaves)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    generator = torch.Generator().manual_seed(seed)
+    # Rounded to 8 bits, so that every dtype holds them exactly.
+    drawn = [torch.randn(out.shape, generator=generator).to(torch.bfloat16) for out in outputs]
+    cotangents = [g.to(out.device, out.dtype) for g, out in zip(drawn, outputs)]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    names = ["out"] if len(outputs) == 1 else [f"out{i}" for i in range(len(outputs))]
+    named = {name: out.detach() for name, out in zip(names, outputs)}
+    return named | {f"d{name}": grad for name, grad in zip(leaves, grads)}
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,17 @@ MODEL_TOLERANCE = 1e-4
 
 
 def verify_device(device: str = "auto", *, out: Path | None = None) -> list[CheckResult]:
-    """Check EvoFlash-3D against float64, and every plan switch against the stock model, on one device.
+    """Check EvoFlash-3D and EvoFusion against float64, and every plan switch against the stock model, on one device.
 
     Args:
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
         out: JSON file for the results; written even where a check fails.
     """
     from megafold.evoflash3d.verify import verify as verify_evoflash3d
+    from megafold.evofusion.verify import verify as verify_evofusion
 
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    results = [*verify_evoflash3d(place), *verify_plans(place)]
+    results = [*verify_evoflash3d(place), *verify_evofusion(place), *verify_plans(place)]
     if out is not None:
         name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
         _write(out, {"device": name, "ok": all(r.ok for r in results), "checks": [asdict(r) for r in results]})

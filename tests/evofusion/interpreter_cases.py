@@ -1,0 +1,84 @@
+"""Run EvoFusion's kernels in Triton's interpreter and print, as JSON, how each case keeps the error budget.
+
+A script and not a test: the interpreter must be chosen before the kernels are imported, and a process that has chosen
+it cannot compile. `test_evofusion_interpreter.py` runs it once in a process of its own. The operators run as on a GPU:
+through PyTorch's dispatcher and autograd, with the launchers; only the device is another.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from megafold import triton_support
+from megafold.evofusion import cases
+from megafold.evofusion.msa import outer_product
+from megafold.evofusion.transition import launch as transition_launch
+
+triton_support.runs_kernels = lambda device: True
+# Small enough that the cases below have several chunks, the last one shorter.
+outer_product.CHUNK_ELEMENTS = 2000
+transition_launch.CHUNK_ELEMENTS = 3 * 64 * 20
+
+CASES = {
+    "triangle multiplication, outgoing, two blocks of a row, mask": lambda d: cases.triangle_multiplication_case(
+        d, 17, 16, masked=True
+    ),
+    "triangle multiplication, outgoing, mask, row dropout": lambda d: cases.triangle_multiplication_case(
+        d, 6, 16, masked=True, shared="row"
+    ),
+    "triangle multiplication, incoming, two structures, column dropout": lambda d: cases.triangle_multiplication_case(
+        d, 5, 32, batch=2, mix="incoming", shared="col", residual=False
+    ),
+    "transition in chunks": lambda d: cases.transition_case(d, (3, 17), 32),
+    "transition without norm and residual": lambda d: cases.transition_case(
+        d, (19,), 16, 48, norm=False, residual=False
+    ),
+    "transition, width that is no multiple of 8": lambda d: cases.transition_case(d, (2, 9), 21, 42),
+    "transition, wide, without norm": lambda d: cases.transition_case(d, (11,), 256, 64, norm=False),
+    "projections and heads": lambda d: cases.norm_project_case(d, (2, 5, 7), 32, outputs=48, count=3),
+    "heads alone": lambda d: cases.norm_project_case(d, (1, 5, 7), 16, count=0, heads=16, norm_bias=False),
+    "attention output, row dropout": lambda d: cases.attention_output_case(d, (2, 5, 7), 32, 64, shared="row"),
+    "attention output, column dropout": lambda d: cases.attention_output_case(
+        d, (1, 3, 18), 64, 16, shared="col", residual=False
+    ),
+    "attention output without gate": lambda d: cases.attention_output_case(d, (1, 2, 5), 32, 32, gated=False),
+    "conditioned transition": lambda d: cases.conditioned_transition_case(d, (2, 19), 32, 16),
+    "conditioned transition, odd conditioning": lambda d: cases.conditioned_transition_case(d, (2, 19), 32, 33),
+    "condition gate without residual": lambda d: cases.condition_gate_case(d, (7,), 24, 21, residual=False),
+    "windowed attention": lambda d: cases.windowed_attention_case(d, 60, heads=1, dim=32),
+    "windowed attention, masks, padded head dim": lambda d: cases.windowed_attention_case(
+        d, 23, batch=2, heads=1, dim=24, window=9, masked=True
+    ),
+    "outer product mean in chunks": lambda d: cases.outer_product_mean_case(
+        d, 6, 5, width=16, hidden=16, outputs=24, masked=True
+    ),
+    "pair-weighted averaging": lambda d: cases.pair_weighted_averaging_case(
+        d, 6, 5, width=16, pair_width=32, heads=2, inner=32
+    ),
+    "smooth lDDT": lambda d: cases.smooth_lddt_case(d, 37),
+    "smooth lDDT without mask": lambda d: cases.smooth_lddt_case(d, 16, masked=False),
+}
+# Coordinates are fp32 whatever the dtype of the model; the other takes ten seconds.
+FP32_ALONE = (
+    "smooth lDDT",
+    "smooth lDDT without mask",
+    "triangle multiplication, outgoing, two blocks of a row, mask",
+)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Whatever the kernels leave unwritten shows up as NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for name, make in CASES.items():
+        for dtype in (torch.float32, torch.float16):
+            if dtype == torch.float32 or name not in FP32_ALONE:
+                results = make(cases.Draw(dtype, "cpu")).check(repeat=False)
+                found[f"{name} {str(dtype).removeprefix('torch.')}"] = [[r.name, r.ok, r.detail] for r in results]
+    json.dump(found, sys.stdout)

@@ -1,0 +1,40 @@
+"""The kernels' arithmetic, without a GPU: error budget in the Triton interpreter (fp32 and fp16; it has no bf16)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("interpreter_cases.py")
+
+
+def names() -> list[str]:
+    assigned = {
+        ast.unparse(node.targets[0]): node.value
+        for node in ast.parse(SCRIPT.read_text()).body
+        if isinstance(node, ast.Assign)
+    }
+    fp32_alone = ast.literal_eval(assigned["FP32_ALONE"])
+    cases = [key.value for key in assigned["CASES"].keys]
+    return [f"{case} {dtype}" for case in cases for dtype in ("float32", "float16")[: 1 if case in fp32_alone else 2]]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", names())
+def test_kernels_keep_the_error_budget(results, case):
+    assert len(results[case]) >= 2
+    assert not [line for line in results[case] if not line[1]]
