@@ -154,7 +154,7 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
             if module in takes_values:
                 missed.append((path, "evofusion: value residuals need the stock pair block"))
                 continue
-            for name in ("tri_mult_outgoing", "tri_mult_incoming", "tri_attn_starting", "tri_attn_ending"):
+            for name in ("tri_attn_starting", "tri_attn_ending"):
                 problem = cannot_fuse(getattr(module, name).fn)
                 missed.extend([(f"{path}.{name}", f"evofusion: {problem}")] if problem else [])
             attends = way(module.tri_attn_starting.fn.attn)
@@ -177,10 +177,10 @@ def _pair_block(attend: Attend, self: Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def cannot_fuse(module: Module) -> str | None:
-    """Why a sub-layer stays stock under ``evofusion``; None where an operator computes it."""
-    if isinstance(module, stock.TriangleMultiplication):
-        hidden, width = module.out_gate.weight.shape
-        return None if hidden == width else f"the triangle update's hidden width {hidden} is not the pairs' {width}"
+    """Why a sub-layer stays stock under ``evofusion``; None where an operator computes it.
+
+    A triangle update always can: the stock model runs for a hidden width equal to the pairs' alone.
+    """
     if isinstance(module, stock.TriangleAttention):
         attn = module.attn
         if attn.accept_value_residual or attn.memory_kv is not None:
@@ -192,8 +192,6 @@ def cannot_fuse(module: Module) -> str | None:
 
 def _triangle_update(layer: Module, pairs: Tensor, mask: Tensor | None, mix: str) -> Tensor:
     norm, fn = layer.norm, layer.fn
-    if cannot_fuse(fn):
-        return layer(pairs, mask=mask) + pairs
     to_out, dropout = fn.to_out
     return triangle_multiplication(
         pairs,
