@@ -28,6 +28,7 @@ CONFIG = {
     "data": "sample",  # or a YAML file with a `data:` section
     "download": "data",  # folder for what is downloaded
     "msa_depth": 1024,  # alignment rows kept in the cache
+    "cache_tasks": 1,  # jobs that share the work of building the cache
     "results": "results",  # folder of all results
     "force": False,  # measure again what has a result
     "megafold": "",  # another megafold program than the one of this environment
@@ -84,8 +85,9 @@ def plan_workflow(config: Mapping[str, Any], arguments: Sequence[str] = ()) -> P
     if merged["data"] != "sample" and not Path(merged["data"]).is_file():
         problem = f"is {merged['data']!r}: no such file; wanted: sample, or a YAML file with a `data:` section"
         raise InputError(file, "config.data", problem)
-    if merged["msa_depth"] < 1:
-        raise InputError(file, "config.msa_depth", "must be at least 1")
+    for key in ("msa_depth", "cache_tasks"):
+        if merged[key] < 1:
+            raise InputError(file, f"config.{key}", "must be at least 1")
     sweeps = {}
     for name in merged["sweeps"]:
         if name not in sweep_names():

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from experiments.providers import Context, Unsupported
 from experiments.record import Metric
-from megafold.evopipe.cache import StructureCache
-from megafold.evopipe.measure import read_cached_example, read_stock_example, stage_for_stock
+from megafold.evopipe.expand import expand
+from megafold.evopipe.loader import CachedStructures
+from megafold.evopipe.measure import (
+    blocks_of,
+    read_blocks,
+    read_cached_example,
+    read_stock_example,
+    read_with_hdf5,
+    stage_for_stock,
+)
 from megafold.evopipe.source_file import read_source
 from megafold.metrics.timing import summarize
 
@@ -26,6 +34,9 @@ DISK = {
 class DataSession:
     """Reads the same crops of the same entries, in turn, through one of the two paths.
 
+    The cache's example is what leaves a loader's worker: compact. What the device then does with it, and what no reader
+    could do without, are timed apart, after it.
+
     Raises:
         Unsupported: none of the cache's entries has its files any more (stock path).
     """
@@ -34,12 +45,14 @@ class DataSession:
         setting = context.point.setting
         self._cache, self._cached, self._seed = context.cache, cached, setting.seed
         self._crop_size, self._msa_depth = setting.size("crop_size"), setting.size("msa_depth")
-        with StructureCache(context.cache) as present:
-            entries = present.entries()
+        self._device = torch.device(context.device)
+        self._dataset = CachedStructures(
+            context.cache, crop_size=self._crop_size, msa_depth=self._msa_depth, seed=setting.seed
+        )
         self._source = read_source(context.cache)
         # Both paths need the files here, so that both leave out the same entries.
         files = self._source.files()
-        self._entries = [name for name in entries if name in files][: setting.size("examples")]
+        self._entries = [name for name in self._dataset.entries if name in files][: setting.size("examples")]
         if not self._entries:
             raise Unsupported(f"none of the cache's entries is among the files in {self._source.name}")
         self._disk = self._bytes_on_disk()
@@ -54,32 +67,51 @@ class DataSession:
         entry = next(self._turn)
         started = time.perf_counter()
         example = self._read(entry)
-        seconds = time.perf_counter() - started
-        return {"example_time": seconds, "bytes": float(_tensor_bytes(example))}
+        sample = {"example_time": time.perf_counter() - started, "bytes": float(_tensor_bytes(example))}
+        return sample | self._around(entry, example) if self._cached else sample
+
+    def _around(self, entry: str, example: dict[str, Any]) -> dict[str, float]:
+        blocks = blocks_of(self._dataset, entry)
+        bare, _ = _timed(lambda: read_blocks(blocks))
+        library, _ = _timed(lambda: read_with_hdf5(self._dataset, entry))
+        batch = {name: _batched(value, self._device) for name, value in example.items()}
+        self._wait()
+        expanding, expanded = _timed(lambda: (expand(batch), self._wait())[0])
+        size = float(_tensor_bytes(expanded))
+        return {"bare_read": bare, "hdf5_read": library, "expand": expanding, "expanded_bytes": size}
 
     def suspend(self) -> None:
         """Nothing is kept between examples."""
 
     def finish(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
-        """Time (s) and bytes (MiB) an example."""
-        times, sizes = summarize(samples["example_time"]), summarize(samples["bytes"])
+        """Time (s) and bytes (MiB) an example; for the cache also what surrounds it."""
         text = f"crop of {self._crop_size} tokens, {self._msa_depth} alignment rows; entries in turn, page cache warm"
         in_memory = "tensors of one example before collation"
-        return {
-            "example_time": Metric(times.median, "s", times.p20, times.p80, times.n, text),
-            "example_memory": Metric(sizes.median / MIB, "MiB", sizes.p20 / MIB, sizes.p80 / MIB, sizes.n, in_memory),
+        found = {
+            "example_time": _metric(samples["example_time"], "s", text),
+            "example_memory": _metric(samples["bytes"], "MiB", in_memory, 1 / MIB),
             "disk_per_example": Metric(self._disk / MIB, "MiB", definition=DISK[self._cached]),
         }
+        if self._cached:
+            device = f"one-hot and pair features of one example on the device ({self._device.type})"
+            found["bare_read_time"] = _metric(samples["bare_read"], "s", "pread and inflate of the same blocks alone")
+            found["hdf5_read_time"] = _metric(samples["hdf5_read"], "s", "the same datasets through the HDF5 library")
+            found["expand_time"] = _metric(samples["expand"], "s", device)
+            found["expanded_memory"] = _metric(samples["expanded_bytes"], "MiB", "the example expanded", 1 / MIB)
+        return found
 
     def _read(self, entry: str) -> Any:
         if self._cached:
-            return read_cached_example(self._cache, entry, self._crop_size, self._msa_depth, self._seed)
+            return read_cached_example(self._dataset, entry)
         return read_stock_example(self._source, entry, self._crop_size, self._msa_depth, self._seed)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _bytes_on_disk(self) -> float:
         if self._cached:
-            with StructureCache(self._cache) as reader:
-                stored = [int(reader.row(entry)["bytes"]) for entry in self._entries]
+            stored = [int(self._dataset.cache.row(entry)["bytes"]) for entry in self._entries]
             return sum(stored) / len(stored)
         root = stage_for_stock(self._source)
         files = [path for path in root.rglob("*") if path.is_file()]
@@ -87,6 +119,21 @@ class DataSession:
         return sum(path.stat().st_size for path in wanted) / len(self._entries)
 
 
+def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = action()
+    return time.perf_counter() - started, result
+
+
+def _metric(values: Sequence[float], unit: str, definition: str, factor: float = 1.0) -> Metric:
+    found = summarize([value * factor for value in values])
+    return Metric(found.median, unit, found.p20, found.p80, found.n, definition)
+
+
+def _batched(value: Any, device: torch.device) -> Any:
+    return value[None].to(device) if torch.is_tensor(value) else value
+
+
 def _tensor_bytes(example: Any) -> int:
-    values = vars(example).values() if hasattr(example, "__dict__") else ()
-    return sum(value.numel() * value.element_size() for value in values if torch.is_tensor(value))
+    fields = example if isinstance(example, dict) else getattr(example, "__dict__", {})
+    return sum(value.numel() * value.element_size() for value in fields.values() if torch.is_tensor(value))

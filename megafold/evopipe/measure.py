@@ -116,3 +116,13 @@ def read_blocks(blocks: list[tuple[int, int, int]]) -> int:
     What `read_cached_example` cannot do without.
     """
     return sum(len(zlib.decompress(os.pread(handle, size, offset))) for handle, offset, size in blocks)
+
+
+def read_with_hdf5(dataset: CachedStructures, entry: str) -> dict[str, np.ndarray]:
+    """The datasets of an entry, whole, through the HDF5 library: how any other program would read them."""
+    from megafold.evopipe import codec, safe_hdf5
+
+    row = dataset.cache.row(entry)
+    with safe_hdf5.opened(dataset.cache.index.shard_path(row)) as file:
+        group = file[f"entries/{row['key'].tobytes().hex()}"]
+        return {name: group[name][()] for name in codec.STORED}

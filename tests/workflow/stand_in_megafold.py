@@ -28,7 +28,8 @@ def main() -> int:
     commands.add_parser("verify").add_argument("--out", type=Path)
     build = commands.add_parser("cache")
     build.add_argument("what")
-    for name in ("--out", "--download", "--data", "--workers", "--msa-depth"):
+    build.add_argument("path", nargs="?")
+    for name in ("--out", "--download", "--data", "--workers", "--msa-depth", "--shard"):
         build.add_argument(name)
     measure = commands.add_parser("measure")
     measure.add_argument("comparisons", nargs="+", type=Path)
@@ -41,7 +42,7 @@ def main() -> int:
         write_json(given.out, {"checks": []})
         return 0
     if given.command == "cache":
-        Path(given.out).write_text("a cache")
+        Path(given.path or given.out).write_text("a cache")
         return 0
     failed = False
     for path in given.comparisons:

@@ -22,6 +22,13 @@ def test_dry_run_of_every_profile_without_a_scheduler(workflow, site, monkeypatc
     assert not (workflow.folder / "results").exists()
 
 
+def test_several_jobs_share_the_work_of_the_cache(workflow):
+    sharing = workflow.snakemake("local", "-n", "--config", "cache_tasks=3", "sweeps=[data_pipeline]")
+    assert sharing.code == 0, sharing.text
+    parts = [f"sample.h5.parts/{part}-of-3" for part in (1, 2, 3)]
+    assert all(part in sharing.text for part in parts) and "build_cache_part" in sharing.text
+
+
 def test_a_real_run_wants_the_account(workflow, monkeypatch):
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
     ran = workflow.snakemake("frontier")
