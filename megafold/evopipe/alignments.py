@@ -11,7 +11,7 @@ import glob
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megafold.evopipe.report import EntryError
@@ -73,20 +73,28 @@ def _same(query: str, sequence: str) -> bool:
     return all(a == b or "X" in (a, b) or {a, b} == {"T", "U"} for a, b in zip(query.upper(), sequence.upper()))
 
 
-def fit(path: Path, chain: str, sequence: str, full: tuple[str, list[bool]] | None, depth: int | None) -> str:
+def fit(
+    path: Path,
+    chain: str,
+    sequence: str,
+    full: tuple[str, list[bool]] | None,
+    depth: int | None,
+    parts: Sequence[list[bool]] = (),
+) -> str:
     """A3M text of at most `depth` rows whose columns are the residues of `sequence`.
 
     Args:
         path: the alignment, A3M or Stockholm, gzipped or not.
         chain: its chain id, for messages.
         sequence: the residues that the features have tokens for.
-        full: the chain's full sequence and which of its residues are resolved. An alignment of the full sequence
-            keeps the columns of `sequence` when that is the resolved part; an alignment of the resolved part gets gaps
-            in the other columns when `sequence` is the full one.
+        full: the chain's full sequence and which of its residues are resolved, where `sequence` is the resolved part:
+            an alignment of the full sequence keeps its columns.
         depth: rows to keep, None for all.
+        parts: which residues of `sequence` an alignment may be of instead of all: the resolved ones, those of the
+            polymer without free amino acids. The other columns get gaps.
 
     Raises:
-        InputError: the query is neither sequence, or a row does not have the query's length.
+        InputError: the query is none of these, or a row does not have the query's length.
     """
     text, field = read_text(path), f"chain {chain}"
     rows = records(as_a3m(text, path, field))
@@ -94,24 +102,16 @@ def fit(path: Path, chain: str, sequence: str, full: tuple[str, list[bool]] | No
     if first is None:
         raise EntryError(path, field, "holds no sequence", "remove the empty file, or search again", "empty alignment")
     query = first[1].translate(_LOWER)
-    edit: Callable[[str, int], str] = _columns
-    if not _same(query, sequence):
-        resolved = "" if full is None else "".join(letter for letter, have in zip(*full) if have)
-        if full is not None and _same(query, full[0]) and _same(resolved, sequence):
-            kept = full[1]
-            edit = lambda row, _: _select(row, kept)  # noqa: E731
-        elif full is not None and _same(query, resolved) and _same(full[0], sequence):
-            places = full[1]
-            edit = lambda row, number: _spread(row, places, "-" * len(sequence) if number else sequence)  # noqa: E731
-        else:
-            raise EntryError(
-                path,
-                field,
-                f"the query ({len(query)} residues, {query[:12]}...) is not the chain's sequence "
-                f"({len(sequence)} residues, {sequence[:12]}...)",
-                "search again with the chain's full sequence, or remove the file to use the sequence alone",
-                "alignment of another sequence",
-            )
+    edit = _editor(query, sequence, full, parts)
+    if edit is None:
+        raise EntryError(
+            path,
+            field,
+            f"the query ({len(query)} residues, {query[:12]}...) is not the chain's sequence "
+            f"({len(sequence)} residues, {sequence[:12]}...)",
+            "search again with the chain's full sequence, or remove the file to use the sequence alone",
+            "alignment of another sequence",
+        )
     out = []
     for number, (description, row) in enumerate([first, *rows] if depth is None else _head([first], rows, depth)):
         if len(row.translate(_LOWER)) != len(query):
@@ -121,8 +121,19 @@ def fit(path: Path, chain: str, sequence: str, full: tuple[str, list[bool]] | No
     return "".join(out)
 
 
-def _columns(row: str, _number: int) -> str:
-    return row.replace(".", "")
+def _editor(query: str, sequence: str, full, parts) -> Callable[[str, int], str] | None:
+    """(A3M row, its number) -> the row with the columns of `sequence`; None where the query is of something else."""
+    if _same(query, sequence):
+        return lambda row, _: row.replace(".", "")
+    if full is not None and _same(query, full[0]):
+        kept = full[1]
+        if _same("".join(letter for letter, have in zip(*full) if have), sequence):
+            return lambda row, _: _select(row, kept)
+    for part in parts:
+        if _same(query, "".join(letter for letter, have in zip(sequence, part) if have)):
+            others = "-" * len(sequence)
+            return lambda row, number, part=part: _spread(row, part, others if number else sequence)
+    return None
 
 
 def _head(first: list, rest: Iterator, count: int) -> Iterator:

@@ -62,7 +62,7 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
     arrays, smiles = structure.arrays(parsed, str(path), log)
     chains = chain_residues(parsed.biomolecule)
     template = templates.features(source, name, chains, parsed, arrays["tokens"], log)
-    msa = _alignment(source.msa, name, chains, parsed.biomolecule, msa_depth, log)
+    msa = _alignment(source.msa, name, chains, parsed, msa_depth, log)
     return Entry(
         name=name,
         arrays=arrays | msa | template,
@@ -102,34 +102,39 @@ def chain_residues(biomolecule) -> dict[str, dict[str, list[int]]]:
     return result
 
 
-def full_sequences(biomolecule, chains) -> dict[str, tuple[str, list[bool]]]:
-    """Chain -> (one-letter sequence of its polymer, which of its residues have an atom)."""
+def sequence_parts(parsed: structure.Structure, chains) -> dict[str, tuple[str, list[list[bool]]]]:
+    """Chain -> (one-letter sequence of its polymer tokens, the parts of it that an alignment may be of).
+
+    The parts: the resolved residues, those of the polymer (without free amino acids), and those that are both.
+    """
     from alphafold3_pytorch import inputs
 
-    result = {}
+    biomolecule, result = parsed.biomolecule, {}
     for chain, residues in chains.items():
         firsts = residues["unique_chain_residue_indices"]
         sequence = inputs.extract_polymer_sequence_from_chain_residues(
             residues["chemtype"], residues["restype"], firsts
         )
-        have = biomolecule.atom_mask[biomolecule.chain_id == chain].any(axis=-1)
+        mine = biomolecule.chain_id == chain
         polymer = [first for first in firsts if residues["chemtype"][first] != LIGAND_CHEMTYPE]
-        result[chain] = sequence, [bool(have[first]) for first in polymer]
+        have = biomolecule.atom_mask[mine].any(axis=-1)[polymer]
+        inside = ~parsed.ligand[mine][polymer]
+        result[chain] = sequence, [part.tolist() for part in (have, inside, have & inside)]
     return result
 
 
-def _alignment(folder, name, chains, biomolecule, depth, log: Log) -> dict[str, np.ndarray]:
+def _alignment(folder, name, chains, parsed, depth, log: Log) -> dict[str, np.ndarray]:
     from alphafold3_pytorch import inputs
 
     bare = []
     with tempfile.TemporaryDirectory() as staged:
-        for chain, full in full_sequences(biomolecule, chains).items():
-            found = alignments.find(folder, name, chain) if full[0] else []
+        for chain, (sequence, parts) in sequence_parts(parsed, chains).items():
+            found = alignments.find(folder, name, chain) if sequence else []
             share = None if depth is None or not found else max(1, depth // len(found))
-            texts = [alignments.fit(path, chain, full[0], full, share) for path in found]
+            texts = [alignments.fit(path, chain, sequence, None, share, parts) for path in found]
             if texts:  # one file, because the baseline reads several in the order of the file system
                 (Path(staged) / f"{name}{chain}_all.a3m").write_text("".join(texts))
-            elif folder is not None and full[0]:
+            elif folder is not None and sequence:
                 bare.append(chain)
         features = inputs.load_msa_from_msa_dir(staged, name, chains, max_msas_per_chain=depth)
     if bare:

@@ -100,7 +100,7 @@ def _write_residues(out, authors) -> None:
                 atoms.append([
                     str(len(atoms) + 1), entity, label, "ATOM" if residue.polymer else "HETATM", element, label, ".",
                     component, asym, str(number) if residue.polymer else ".", "?", f"{x:.3f}", f"{y:.3f}", f"{z:.3f}",
-                    "1.00", b if b not in UNSET else "0.00", str(number), chain, "1",
+                    "1.00", b, str(number), chain, "1",
                 ])  # fmt: skip
     _loop(out, "_pdbx_poly_seq_scheme.", list(SCHEME), polymers)
     _loop(out, "_pdbx_nonpoly_scheme.", [tag.replace("seq_id", "ndb_seq_num") for tag in SCHEME], ligands)

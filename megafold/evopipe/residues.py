@@ -37,7 +37,7 @@ class Residue:
     """One residue or ligand.
 
     `label` is the file's `label_seq_id` ("." where there is none); `number` its place in the full sequence, from 1.
-    `atoms`: (name, element, (x, y, z) in angstrom, B factor as written).
+    `atoms`: (name, element, (x, y, z) in angstrom, B factor with two decimals).
     """
 
     component: str
@@ -142,7 +142,7 @@ def _rows(block, file: str) -> Iterator[dict[str, str]]:
 
 def _place(atom: dict[str, str], file: str) -> tuple[float, float, float] | None:
     texts = [atom[f"Cartn_{axis}"] for axis in "xyz"]
-    if all(text in UNSET for text in texts):
+    if any(text in UNSET for text in texts):
         return None
     try:
         place = tuple(float(text.split("(")[0]) for text in texts)
@@ -186,7 +186,7 @@ def _residue(alternatives: dict[str, list[tuple]], seen: Counter) -> Residue:
         label,
         atom["group_PDB"],
         label,
-        atoms=[(label, element, place, one["B_iso_or_equiv"]) for _, label, element, place, one in kept.values()],
+        atoms=[(*record[1:4], f"{_number(record[4]['B_iso_or_equiv'], 0.0):.2f}") for record in kept.values()],
     )
 
 

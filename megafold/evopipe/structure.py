@@ -20,6 +20,7 @@ class Structure(NamedTuple):
 
     `sequences`: chain -> (one-letter sequence with the unresolved residues, which of them are resolved).
     `names`: per token (its residue's number in the file, the atom's name there; "" for a polymer residue).
+    `ligand`: per token, is it written as a ligand (HETATM)? A free amino acid is one, of a polymer's component.
     """
 
     biomolecule: Any
@@ -27,6 +28,7 @@ class Structure(NamedTuple):
     released: str
     sequences: dict[str, tuple[str, list[bool]]]
     names: list[tuple[int, str]]
+    ligand: np.ndarray
 
 
 def parse(text: str, name: str, file: str, log: Log | None = None, *, unresolved: bool = True) -> Structure:
@@ -58,31 +60,34 @@ def parse(text: str, name: str, file: str, log: Log | None = None, *, unresolved
     if not len(biomolecule.chain_id):
         raise EntryError(file, "atom_site", "no residue with coordinates", code="no atoms")
     _tell_unplaced(result.mmcif_object.structure, biomolecule, log)
-    names = _names(result.mmcif_object.structure, biomolecule)
+    names, ligand = _names(result.mmcif_object.structure, biomolecule)
     if unresolved:
         biomolecule, origin = complete(result.mmcif_object, biomolecule, log)
         names = [names[row] if row >= 0 else NAMELESS for row in origin]
+        ligand = np.where(origin >= 0, ligand[origin], False)
     released = extract_mmcif_metadata_field(result.mmcif_object, "release_date")
     if released is None:
         raise InputError(file, "_pdbx_audit_revision_history.revision_date", "missing; the release date is needed")
     resolution = extract_mmcif_metadata_field(result.mmcif_object, "resolution")
-    return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object), names)
+    return Structure(biomolecule, resolution, released, _sequences(result.mmcif_object), names, ligand)
 
 
-def _names(model, biomolecule) -> list[tuple[int, str]]:
-    """What the file calls each token of a `Biomolecule` made from `model`: the baseline keeps elements only."""
+def _names(model, biomolecule) -> tuple[list[tuple[int, str]], np.ndarray]:
+    """What the file calls each token of a `Biomolecule` made from `model` (the baseline keeps elements only), and
+    whether it is written as a ligand."""
     numbers = {(chain.id, i): residue for chain in model for i, residue in enumerate(chain, 1)}
-    names, atoms = [], iter(())
+    names, ligand, atoms = [], [], iter(())
     last, standard = None, _standard_residues()
     for chain, index in zip(biomolecule.chain_id.tolist(), biomolecule.residue_index.tolist()):
         residue = numbers[chain, index]
+        ligand.append(residue.id[0] != " ")
         if residue.resname in standard:
             names.append((residue.id[1], ""))
             continue
         if last != (chain, index):
             last, atoms = (chain, index), iter(residue)
         names.append((residue.id[1], next(atoms).name))
-    return names
+    return names, np.array(ligand)
 
 
 def _standard_residues() -> dict[str, set[str]]:

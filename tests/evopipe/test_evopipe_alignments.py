@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import runpy
 import shutil
 from pathlib import Path
 
@@ -143,3 +144,18 @@ def test_template_hits_may_be_missing_empty_or_broken(sample, tmp_path, kalign, 
     assert not entry.arrays["template_mask"].any()
     told = {finding.code for finding in entry.findings} & {"templates not aligned", "template hits not usable"}
     assert bool(told) == bool(content if kalign else content is not None)
+
+
+def test_free_amino_acid_is_no_column_of_the_alignment(sample, tmp_path):
+    """A ligand that is a polymer's component counts as a residue in the baseline; alignments do not have it."""
+    mutated = runpy.run_path(str(Path(__file__).with_name("mutated.py")))
+    changed = mutated["Entry"]((sample.mmcif / "1ubq.cif").read_text())
+    changed.drop(*mutated["ASSEMBLY_TABLES"])
+    changed.ligand("GLU", "B", "A", 201, (60.0, 0.0, 0.0))
+    changed.keep(lambda atom: atom["label_seq_id"] != "76" and atom["label_atom_id"] != "OXT")
+    path = tmp_path / "1ubq.cif"
+    path.write_text(changed.text())
+    (tmp_path / "1ubq_A.a3m").write_text(PLAIN)
+    entry = featurize.featurize(DataSource("folders", path, tmp_path), "1ubq-assembly1", path, msa_depth=8)
+    assert entry.n_tokens == 77
+    assert rows(entry) == [QUERY + "E", WITH_INSERTION.replace("aa", "") + "-"]
