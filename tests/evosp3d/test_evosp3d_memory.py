@@ -1,0 +1,110 @@
+"""What one rank of P allocates in the trunk, forward and backward: everything of size N^2 c falls with P."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megafold.evosp3d.collectives import Gather, run
+from megafold.evosp3d.emulate import emulated_ranks
+from megafold.evosp3d.mesh import make_mesh
+from megafold.evosp3d.parallelize import parallelize, serialize
+
+TOKENS = 48
+# Per pair of tokens and head, whole on every rank: the biases of triangle attention and pair-weighted averaging.
+BIAS = 4
+
+
+class Allocations(TorchDispatchMode):
+    """The largest result of any operation, views of what was there left out; and all that is kept for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.largest_by = 0, ""
+        self._kept: dict[int, int] = {}
+
+    def keep(self, tensor):
+        storage = tensor.untyped_storage()
+        self._kept[storage.data_ptr()] = storage.nbytes() // 8
+        return tensor
+
+    @property
+    def kept(self) -> int:
+        return sum(self._kept.values())
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known:
+                size = tensor.untyped_storage().nbytes() // 8
+                if size > self.largest:
+                    self.largest, self.largest_by = size, f"{function} {tuple(tensor.shape)}"
+        return out
+
+
+def _allocations(model, size: int) -> Allocations:
+    """Of the trunk on rank 0 of ``size`` emulated ranks (rank 0 has the longest blocks)."""
+
+    def trunk() -> Allocations:
+        shards = parallelize(model, None if size == 1 else make_mesh(1, size, "cpu"))
+        rows = shards.block(TOKENS)[1]
+        single = torch.zeros(1, TOKENS, 24, dtype=torch.float64, requires_grad=True)
+        pairs = torch.zeros(1, rows, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+        templates = torch.zeros(1, 2, rows, TOKENS, 108, dtype=torch.float64)
+        msa = torch.zeros(1, 8, TOKENS, 32, dtype=torch.float64)
+        mask = torch.ones(1, TOKENS, dtype=torch.bool)
+        found = Allocations()
+        with found, torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor):
+            x = pairs + model.template_embedder(
+                templates=templates, template_mask=torch.ones(1, 2, dtype=torch.bool), pairwise_repr=pairs, mask=mask
+            )
+            x = x + model.msa_module(
+                msa=msa,
+                single_repr=single,
+                pairwise_repr=x,
+                mask=mask,
+                additional_msa_feats=torch.zeros(1, 8, TOKENS, 2, dtype=torch.float64),
+            )
+            single_out, x = model.pairformer(single_repr=single, pairwise_repr=x, mask=mask)
+            (x.sum() + single_out.sum() + model.distogram_head(x).sum()).backward()
+        serialize(model)
+        return found
+
+    if size == 1:
+        return trunk()
+    with emulated_ranks(size):
+        return trunk()
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(model):
+    return _allocations(model, 1)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 24], ids="P={}".format)
+def test_allocations_of_a_rank_fall_with_p(model, of_one_rank, size):
+    found = _allocations(model, size)
+    assert found.largest <= of_one_rank.largest / size + BIAS * TOKENS**2, found.largest_by
+    # Biases and the alignment's operands stay whole, so that what is kept falls less than P times.
+    assert of_one_rank.kept / found.kept > {2: 1.8, 4: 3.2, 8: 5.0, 24: 8.0}[size]
+
+
+def test_a_gathered_operand_is_found(model, of_one_rank, monkeypatch):
+    """The published fault: the operand of the triangle update, whole on every rank."""
+    from megafold.evosp3d import triangle
+
+    def gathered(self, x, mask=None, *, shards):
+        left, right = triangle.project_operands(self, x, mask, shards).unbind(3)
+        right = run(Gather(1, x.shape[2]), right, shards, "gathered")
+        return self.to_out(self.to_out_norm(torch.einsum("bikd,bjkd->bijd", left, right)))
+
+    monkeypatch.setattr(triangle, "triangle_multiplication", gathered)
+    found = _allocations(model, 24)
+    assert found.largest > of_one_rank.largest / 24 + BIAS * TOKENS**2
