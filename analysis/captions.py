@@ -15,6 +15,17 @@ WORKLOADS = {
     "full_one_rollout": "full workload with one rollout instead of one an augmentation",
     "as_published": "as-published workload (confidence every 10 steps, 1-4 recycles)",
     "triangle_attention": "triangle attention",
+    "triangle_attention_fp32_bias": "triangle attention with an fp32 bias",
+    "triangle_multiplication": "triangle multiplication",
+    "transition": "pair transition",
+    "norm_project": "LayerNorm and the projections of triangle attention",
+    "attention_output": "gate, output projection and residual of triangle attention",
+    "conditioned_transition_atoms": "conditioned transition of atoms (48 copies, 8 atoms a token)",
+    "conditioned_transition_tokens": "conditioned transition of tokens (48 copies, conditioning of width 801)",
+    "windowed_attention": "windowed atom attention (48 copies, 8 atoms a token)",
+    "outer_product_mean": "outer product mean of 512 sequences",
+    "pair_weighted_averaging": "pair-weighted averaging of 512 sequences",
+    "smooth_lddt": "smooth lDDT loss (48 copies, 8 atoms a token)",
     "read_example": "reading one training example",
 }
 DATA = {"cache": "real crops", "synthetic": "synthetic batches"}

@@ -151,10 +151,15 @@ def data_evopipe(context: Context) -> Session:
 def _kernel(name: str) -> None:
     @provider("kernel", name)
     def open_kernel(context: Context) -> Session:
-        from experiments.contenders.kernels import KernelSession
+        if context.point.setting.workload.startswith("triangle_attention"):
+            from experiments.contenders.kernels import KernelSession
 
-        return KernelSession(context)
+            return KernelSession(context)
+        from experiments.contenders.operators import OperatorSession
+
+        return OperatorSession(context)
 
 
-for _name in ("eager", "sdpa", "compile", "evoflash3d", "trifast", "cuequivariance", "openfold3", "protenix"):
+_ATTENTIONS = ("eager", "sdpa", "compile", "evoflash3d", "trifast", "cuequivariance", "openfold3", "protenix")
+for _name in (*_ATTENTIONS, "evofusion", "liger"):
     _kernel(_name)

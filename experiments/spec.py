@@ -32,7 +32,20 @@ SHAPE_KEYS: dict[str, dict[str, int | None]] = {
 }
 WORKLOADS = {
     "iteration": ("core", "full", "full_one_rollout", "as_published"),
-    "kernel": ("triangle_attention",),
+    "kernel": (
+        "triangle_attention",
+        "triangle_attention_fp32_bias",
+        "triangle_multiplication",
+        "transition",
+        "norm_project",
+        "attention_output",
+        "conditioned_transition_atoms",
+        "conditioned_transition_tokens",
+        "windowed_attention",
+        "outer_product_mean",
+        "pair_weighted_averaging",
+        "smooth_lddt",
+    ),
     "data_pipeline": ("read_example",),
 }
 ZERO_ALLOWED = ("rows", "templates", "msa_depth")
@@ -243,11 +256,13 @@ def _resolve(path: Path, content: dict[str, Any]) -> Sweep:
         entry = {"sweep": path.stem, "what": what, **chosen, "shape": sizes, "protocol": asdict(protocol)}
         setting = _setting(path, entry)
         if setting.data != "cache" or cache_max is None or sizes.get("n_tokens", 0) <= cache_max:
-            comparisons.append(Comparison(setting, contenders))
+            present = tuple(contender for contender, only in contenders if not only or setting.workload in only)
+            comparisons += [Comparison(setting, present)] if present else []
     return Sweep(path.stem, " ".join(str(description).split()), tuple(dict.fromkeys(comparisons)))
 
 
-def _contenders(path: Path, content: Any, providers: Sequence[str]) -> tuple[Contender, ...]:
+def _contenders(path: Path, content: Any, providers: Sequence[str]) -> list[tuple[Contender, list[str]]]:
+    """Each contender, and the workloads that it is measured on (none: all)."""
     from megafold.model.plan import Plan
 
     entries = _mapping(path, "contenders", content)
@@ -257,17 +272,21 @@ def _contenders(path: Path, content: Any, providers: Sequence[str]) -> tuple[Con
     for name, entry in entries.items():
         where = f"contenders.{name}"
         entry = _mapping(path, where, {} if entry is None else entry)
-        unknown = set(entry) - {"provider", "plan"}
+        unknown = set(entry) - {"provider", "plan", "workloads"}
         if unknown:
-            raise InputError(path, f"{where}.{sorted(unknown)[0]}", "unknown key; allowed: provider, plan")
+            raise InputError(path, f"{where}.{sorted(unknown)[0]}", "unknown key; allowed: provider, plan, workloads")
         provider = entry.get("provider", name)
         if provider not in providers:
             problem = f"unknown provider {provider!r}; there are {', '.join(providers)}"
             raise InputError(path, f"{where}.provider", problem)
         plan = _mapping(path, f"{where}.plan", entry.get("plan", {}))
         Plan.from_mapping(plan, file=f"{path}: {where}.plan")
-        found.append(Contender(str(name), provider, tuple(sorted(plan.items()))))
-    return tuple(found)
+        workloads = _listed(entry.get("workloads", []))
+        for workload in workloads:
+            if all(workload not in names for names in WORKLOADS.values()):
+                raise InputError(path, f"{where}.workloads", f"{workload!r} is not a workload")
+        found.append((Contender(str(name), provider, tuple(sorted(plan.items()))), workloads))
+    return found
 
 
 def _setting(file: str | Path, content: Mapping[str, Any]) -> Setting:

@@ -99,22 +99,22 @@ def _evoflash3d(device: str, n_tokens: int) -> Attention:
 
 
 def _trifast(device: str, n_tokens: int) -> Attention:
-    _need_gpu("trifast", device)
-    module = _need_module("trifast")
+    need_gpu("trifast", device)
+    module = need_module("trifast")
     return Attention(module.triangle_attention, HEADS_FIRST, _drop, needs_mask=True)
 
 
 def _cuequivariance(device: str, n_tokens: int) -> Attention:
-    _need_gpu("cuequivariance", device, "nvidia")
-    module = _need_module("cuequivariance_torch")
-    _need_module("cuequivariance_ops_torch")
+    need_gpu("cuequivariance", device, "nvidia")
+    module = need_module("cuequivariance_torch")
+    need_module("cuequivariance_ops_torch")
     note = f"N = {n_tokens} <= 100: cuequivariance falls back to plain PyTorch" if n_tokens <= 100 else ""
     return Attention(module.triangle_attention, OURS, _keep_wide, wide_bias=True, note=note)
 
 
 def _openfold3(device: str, n_tokens: int) -> Attention:
-    _need_gpu("openfold3", device)
-    module = _need_module("openfold3.core.kernels.triton.evoformer")
+    need_gpu("openfold3", device)
+    module = need_module("openfold3.core.kernels.triton.evoformer")
     if module.TritonEvoformer is None:
         raise Unsupported("openfold3: its Triton kernel is not available here")
 
@@ -125,8 +125,8 @@ def _openfold3(device: str, n_tokens: int) -> Attention:
 
 
 def _protenix(device: str, n_tokens: int) -> Attention:
-    _need_gpu("protenix", device)
-    attention = _need_module("protenix.model.tri_attention.op").TriAttention()
+    need_gpu("protenix", device)
+    attention = need_module("protenix.model.tri_attention.op").TriAttention()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
         # Its kernels do not scale; its own model multiplies the queries before, so this is part of its time.
@@ -147,14 +147,16 @@ _ATTENTIONS: dict[str, Callable[[str, int], Attention]] = {
 }
 
 
-def _need_gpu(name: str, device: str, vendor: str | None = None) -> None:
+def need_gpu(name: str, device: str, vendor: str | None = None) -> None:
+    """Unsupported where a peer's kernels do not run on this device."""
     if device == "cpu":
         raise Unsupported(f"{name} has no kernels for a CPU")
     if vendor == "nvidia" and torch.version.hip is not None:
         raise Unsupported(f"{name} has kernels for NVIDIA GPUs only")
 
 
-def _need_module(name: str) -> Any:
+def need_module(name: str) -> Any:
+    """A peer's module; Unsupported, with the reason, where it cannot be imported."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # peers fail to import in many ways: missing libraries, other versions of torch

@@ -65,11 +65,11 @@ class Draw:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> None:
         self.dtype, self.device = dtype, torch.device(device)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
         """Normally distributed."""
-        return (torch.randn(shape, generator=self._generator) * scale + mean).to(self.device, self.dtype)
+        return (torch.randn(shape, generator=self._generator, device=self.device) * scale + mean).to(self.dtype)
 
     def weight(self, outputs: int, inputs: int) -> Tensor:
         """A projection that keeps the size of what it is given."""
@@ -81,7 +81,7 @@ class Draw:
 
     def keep(self, *shape: int, share: float = 0.8) -> Tensor:
         """True with the given probability."""
-        return (torch.rand(shape, generator=self._generator) < share).to(self.device)
+        return torch.rand(shape, generator=self._generator, device=self.device) < share
 
     def dropped(self, *shape: int) -> Tensor:
         """The factor of a dropout with p = 0.25."""

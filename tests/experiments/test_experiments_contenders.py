@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.contenders import kernels, peers
-from experiments.contenders.kernels import KernelSession, WrongNumbers
+from experiments.contenders import floors, kernels, operators, peers
+from experiments.contenders.kernels import KernelSession
+from experiments.contenders.operators import OperatorSession
 from experiments.contenders.peers import Attention
+from experiments.contenders.timed import WrongNumbers
 from experiments.providers import Context, Unsupported
 from experiments.spec import Contender, Point, Setting
 from megafold.evoflash3d.reference import eager_attention
@@ -103,7 +105,7 @@ def test_a_peer_without_kernels_for_this_device_says_so(name):
 
 def test_a_peer_that_cannot_be_imported_says_why():
     with pytest.raises(Unsupported, match="no_such_peer cannot be imported: ModuleNotFoundError: No module"):
-        peers._need_module("no_such_peer")
+        peers.need_module("no_such_peer")
 
 
 def test_compiled_layers_have_no_graph_breaks_and_the_stock_loss():
@@ -135,3 +137,59 @@ def test_compiled_layers_have_no_graph_breaks_and_the_stock_loss():
     # Pair block, single attention and transition; three parts of an MSA layer and its pair block; template block; two
     # parts of a token transformer layer: each is one graph.
     assert counters["stats"]["unique_graphs"] >= 8
+
+
+@pytest.mark.parametrize("workload", floors.OPERATORS)
+def test_an_operator_is_checked_and_timed_beside_its_floor(workload, monkeypatch):
+    monkeypatch.setitem(operators.CHECK_TOKENS, "cpu", 2)
+    monkeypatch.setattr(operators, "COPIES", 1)
+    setting = Setting("kernels", "kernel", workload, "", "synthetic", "", "fp32", (("n_tokens", 3),))
+    session = OperatorSession(Context(Point(setting, Contender("evofusion", "evofusion")), None, "cpu"))
+    metrics = measured(session, steps=1)
+    assert metrics["forward_backward_time"].value > metrics["floor_forward_backward_time"].value > 0
+    assert metrics["floor_forward_backward_time"].value > metrics["floor_forward_time"].value
+    assert any(name.startswith("error_d") for name in metrics)
+    assert session.notes == ["CPU: the PyTorch references of EvoFusion, not its kernels"]
+
+
+@pytest.mark.parametrize(
+    ("provider", "workload", "reason"),
+    [
+        ("sdpa", "transition", "sdpa has no transition"),
+        ("liger", "transition", "liger has no kernels for a CPU"),
+        ("cuequivariance", "triangle_multiplication", "cuequivariance has no kernels for a CPU"),
+    ],
+)
+def test_an_operator_that_a_contender_lacks_is_unsupported(provider, workload, reason, monkeypatch):
+    monkeypatch.setitem(operators.CHECK_TOKENS, "cpu", 2)
+    setting = Setting("kernels", "kernel", workload, "", "synthetic", "", "fp32", (("n_tokens", 3),))
+    with pytest.raises(Unsupported, match=reason):
+        OperatorSession(Context(Point(setting, Contender(provider, provider)), None, "cpu"))
+
+
+def test_an_operator_with_wrong_numbers_is_not_timed(monkeypatch):
+    monkeypatch.setitem(
+        operators._CONTENDERS, ("wrong", ""), lambda case, device: lambda **t: case.operator(**t) * 1.01
+    )
+    setting = Setting("kernels", "kernel", "transition", "", "synthetic", "", "fp32", (("n_tokens", 3),))
+    with pytest.raises(WrongNumbers, match="not timed, wrong at N = 13: out: "):
+        OperatorSession(Context(Point(setting, Contender("wrong", "wrong")), None, "cpu"))
+
+
+def test_floors_are_those_of_the_counts():
+    triangle = floors.operator_floor("triangle_multiplication", 1024)
+    assert triangle.forward.flops == pytest.approx(2 * 1024**3 * 128 + 6 * 2 * 1024**2 * 128**2)
+    assert triangle.both.seconds == pytest.approx(max(27 * 2**20 * 256 / 4.2e12, triangle.both.flops / 717e12))
+    attention = floors.attention_floor(1, 1024, 4, 1024, 32)
+    assert attention.forward.seconds == pytest.approx(4 * 1024**3 / 4.2e12)  # exponentials
+
+
+def test_the_kernels_sweep_measures_each_contender_on_what_it_has():
+    from experiments.spec import load_sweep
+
+    sweep = load_sweep("kernels", settings=["n_tokens=1024"])
+    found = {c.setting.workload: {contender.name for contender in c.contenders} for c in sweep.comparisons}
+    assert set(found) == {"triangle_attention", "triangle_attention_fp32_bias", *floors.OPERATORS}
+    assert found["transition"] == {"eager", "compile", "evofusion", "liger"}
+    assert found["triangle_multiplication"] == {"eager", "compile", "evofusion", "cuequivariance"}
+    assert "evofusion" not in found["triangle_attention"] and "protenix" in found["triangle_attention"]

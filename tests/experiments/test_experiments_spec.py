@@ -126,7 +126,12 @@ def test_settings_from_the_command_line_override(setting, found, sweep_file):
         ("visits: 3", "visits: 0", "protocol.visits: is 0"),
         ("tokens: 64", "tokens: many", "cache_max_tokens: is 'many'; wanted: a whole number"),
         ("visits: 3", "vists: 3", "protocol.vists: unknown key"),
-        ("megafold: {}", "megafold: {plans: {}}", "contenders.megafold.plans: unknown key; allowed: provider, plan"),
+        (
+            "megafold: {}",
+            "megafold: {plans: {}}",
+            "contenders.megafold.plans: unknown key; allowed: provider, plan, workloads",
+        ),
+        ("megafold: {}", "megafold: {workloads: [cores]}", "contenders.megafold.workloads: 'cores' is not a workload"),
     ],
     ids=lambda text: text[:24] if isinstance(text, str) else None,
 )

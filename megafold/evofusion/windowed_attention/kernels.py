@@ -81,7 +81,7 @@ def forward_kernel(
     v_tile = _load(v, b, h, keys, has_k, v_b, v_m, v_h, D, BLOCK_D)
     y = tl.dot(p.to(v_tile.dtype), v_tile, input_precision=PRECISION)
     y /= tl.where(total == 0.0, 1.0, total)[:, None]
-    _store(out, b, h, queries, has_q, M.to(tl.int64) * H * D, H * D, D, y, D, BLOCK_D)
+    _store(out, b, h, queries, has_q, tl.cast(M, tl.int64) * H * D, H * D, D, y, D, BLOCK_D)
     tl.store(lse + (b * H + h) * M + queries, largest + tl.log(total), mask=has_q)
 
 
@@ -102,7 +102,7 @@ def gradient_kernel(
 ):  # fmt: skip
     """dq and dbias of window n, then dk and dv of the same window, which its queries and those of n + 1 see."""
     b, n, h = _place(NW, H)
-    o_b, o_m = M.to(tl.int64) * H * D, H * D  # grad_out, out, dq, dk, dv are contiguous
+    o_b, o_m = tl.cast(M, tl.int64) * H * D, H * D  # grad_out, out, dq, dk, dv are contiguous
     few, many = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
 
     queries, keys = n * W + few, (n - 1) * W + many
