@@ -63,7 +63,7 @@ def choose_crop(
     tokens, rng = entry.arrays["tokens"], generator(entry.name, epoch, seed, "crop")
     weight = WEIGHTS if weights is None else weights
     if chains is None:
-        chains = _choose_chains(tokens, rng, pairs_only=set(weight) == {"interface"})
+        chains = _choose_chains(tokens, rng, pairs_only=set(weight) == {"interface"}, touching=entry.touching)
     kind = _choose_kind(weight, pair=chains[1] >= 0, rng=rng)
     if kind == "contiguous":
         keep = contiguous(tokens["chain"], crop_size, rng)
@@ -80,7 +80,15 @@ def choose_crop(
     return Choice(keep, kind, _kept_chains(np.unique(tokens["chain"][keep]), chains, rng))
 
 
-def chain_weights(tokens: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
+def touching_chains(tokens: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The pairs of chains with center atoms within 15 angstrom; what an entry's `touching` holds."""
+    present = [int(chain) for chain in np.unique(tokens["chain"])]
+    return tuple(pair for pair in combinations(present, 2) if _touch(tokens, *pair))
+
+
+def chain_weights(
+    tokens: np.ndarray, touching: tuple[tuple[int, int], ...] | None = None
+) -> tuple[list[tuple[int, int]], np.ndarray]:
     """[(chain, -1) or (chain, chain)] and their weights, summing to 1: AF3 supplement 2.5.1 within one structure.
 
     An interface is a pair of chains with center atoms within 15 angstrom: one that a crop can be drawn around. Clusters
@@ -93,7 +101,7 @@ def chain_weights(tokens: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray
         one = LIGAND if not len(polymer) else int(np.bincount(polymer % FIRST_ATOMISED).argmax())
         alpha[int(chain)] = TYPE_WEIGHTS[KINDS[one]]
     items = [(int(chain), -1) for chain in present]
-    items += [pair for pair in combinations(alpha, 2) if _touch(tokens, *pair)]
+    items += touching_chains(tokens) if touching is None else touching
     raw = [
         CHAIN_WEIGHT * alpha[a] if b < 0 else INTERFACE_WEIGHT * (alpha[a] + alpha[b])
         for a, b in items
@@ -101,8 +109,8 @@ def chain_weights(tokens: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray
     return items, np.array(raw) / sum(raw)
 
 
-def _choose_chains(tokens: np.ndarray, rng: np.random.Generator, *, pairs_only: bool) -> tuple[int, int]:
-    items, share = chain_weights(tokens)
+def _choose_chains(tokens: np.ndarray, rng: np.random.Generator, *, pairs_only: bool, touching) -> tuple[int, int]:
+    items, share = chain_weights(tokens, touching)
     if pairs_only and any(b >= 0 for _, b in items):
         share = np.where([b >= 0 for _, b in items], share, 0)
     return items[int(rng.choice(len(items), p=share / share.sum()))]

@@ -209,6 +209,7 @@ class StructureCache:
             chains=tuple(meta["chains"]),
             notes=tuple(meta["notes"]),
             findings=tuple(Finding.from_json(one) for one in meta["findings"]),
+            touching=tuple((int(one), int(other)) for one, other in meta["touching"]),
             **{field: meta[field] for field in kept},
         )
 

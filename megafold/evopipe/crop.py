@@ -10,9 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megafold.evopipe import layout, molecules
 from megafold.evopipe.layout import Entry
+
+EPS = 1e-20  # the baseline's, in the length of a vector
 
 
 class Crop:
@@ -149,8 +152,6 @@ def _ligand_frames(crop: Crop) -> np.ndarray:
 
     A frame joins a token and the two nearest center atoms of the same chain in the crop.
     """
-    from alphafold3_pytorch.utils.model_utils import get_angle_between_edges
-
     frames = np.zeros((len(crop.tokens), 3), np.int64)
     chain = crop.tokens["chain"]
     for asym in np.unique(chain[crop.atomised]):
@@ -159,7 +160,8 @@ def _ligand_frames(crop: Crop) -> np.ndarray:
         resolved = torch.from_numpy(np.ascontiguousarray(crop.tokens["center_resolved"][members]))
         nearest = _nearest_two(position, resolved)
         left, center, right = position[nearest].unbind(dim=-2)
-        degree = torch.rad2deg(get_angle_between_edges(left - center, right - center)).abs()
+        first, second = (functional.normalize(edge, dim=-1, eps=EPS) for edge in (left - center, right - center))
+        degree = torch.rad2deg(torch.acos((first * second).sum(dim=-1))).abs()
         bad = (degree < 25.0) | ((180.0 - degree).abs() < 25.0) | (nearest == -1).any(dim=-1)
         # In every chain but the first the baseline adds the chain's first token to the "no frame" value -1 as well.
         frames[members] = torch.where(bad[:, None], -1, nearest).numpy() + members[0]

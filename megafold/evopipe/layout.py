@@ -109,6 +109,7 @@ class Entry:
         sources: file name -> sha256 of each input.
         notes: what a user should know about this entry (e.g. an alignment that was not used).
         findings: the same and more, for the report of a build: what was removed or replaced, why, what to do.
+        touching: the pairs of chains that an interface crop can be drawn around; None where it is not known yet.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Entry:
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    touching: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         wrong = [name for name, dtype in ARRAYS.items() if name not in self.arrays or self.arrays[name].dtype != dtype]

@@ -24,6 +24,7 @@ import numpy as np
 
 from megafold.errors import InputError
 from megafold.evopipe import codec, safe_hdf5
+from megafold.evopipe.augment import touching_chains
 from megafold.evopipe.layout import SCHEMA_VERSION, Entry
 from megafold.evopipe.report import Finding
 
@@ -125,6 +126,7 @@ class Shard:
             "sources": entry.sources,
             "notes": entry.notes,
             "findings": [finding.to_json() for finding in entry.findings],
+            "touching": touching_chains(entry.arrays["tokens"]) if entry.touching is None else entry.touching,
             "arrays": tables,
             **extra,
         }
