@@ -119,6 +119,10 @@ def build_cache(
         work = work[part[0] - 1 :: part[1]]
     prepare_cache(out, msa_depth)
     report, memory = BuildReport(out, workers=max(1, min(workers, len(work)))), []
+    if part is None or part[0] == 1:
+        for finding in source.passed_over():
+            report.findings.append(finding)
+            report.failed.append((finding.file, finding.entry, finding.reason))
     job = source, out, msa_depth, _not_indexed(out, msa_depth or 0), work, memory
     results = in_process(*job) if workers <= 1 else in_workers(*job, workers=workers, timeout=timeout)
     notes: dict[str, tuple[Finding, ...]] = {}

@@ -20,6 +20,7 @@ WATERS = {"HOH", "DOD", "WAT", "H2O"}
 UNKNOWN_RESIDUE = "X"  # what files from outside the wwPDB call one; in the dictionary it is a nucleotide
 UNKNOWN_LIGANDS = {"UNX", "UNL"}
 UNSET = (".", "?", "")
+FARTHEST = 1e6  # angstrom; no structure is that large
 ORIGIN = 5e-4  # angstrom; the baseline takes an atom in the origin for an absent one
 
 _COLUMNS = {  # what is read from _atom_site, and what stands for an absent column
@@ -148,8 +149,9 @@ def _place(atom: dict[str, str], file: str) -> tuple[float, float, float] | None
         place = tuple(float(text.split("(")[0]) for text in texts)
     except ValueError as error:
         raise EntryError(file, "_atom_site.Cartn_x", f"not a number ({error})", code="broken coordinates") from error
-    if not all(map(math.isfinite, place)):
-        raise EntryError(file, "_atom_site.Cartn_x", f"not finite ({', '.join(texts)})", code="broken coordinates")
+    if not all(abs(value) < FARTHEST for value in place):
+        problem = f"not finite, or farther than {FARTHEST:g} angstrom ({', '.join(texts)})"
+        raise EntryError(file, "_atom_site.Cartn_x", problem, code="broken coordinates")
     return place
 
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megafold.errors import InputError
+from megafold.evopipe.report import Finding
 
 DOWNLOAD_URL = "https://files.rcsb.org/download/{id}.cif.gz"
 KEYS = ("sample", "mmcif", "msa", "templates", "pdb_ids", "folder", "components", "kalign")
-MMCIF_SUFFIXES = (".cif", ".cif.gz")
+MMCIF_SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
+OTHER_SUFFIXES = (".pdb", ".pdb.gz", ".ent", ".ent.gz", ".bcif", ".bcif.gz", ".pdbx", ".mmtf")
 
 
 @dataclass(frozen=True)
@@ -47,32 +49,49 @@ class DataSource:
     kalign: Path | None = None
 
     def files(self) -> dict[str, Path]:
-        """Entry id -> mmCIF file, sorted by id.
+        """Entry id -> mmCIF file, sorted by id; of several files of one entry the first by name.
 
         Raises:
-            InputError: the folder is missing or holds no mmCIF file, or two files have one id.
+            InputError: the folder is missing or holds no mmCIF file.
         """
         if self.mmcif.is_file():
             return {entry_id(self.mmcif): self.mmcif}
         if not self.mmcif.is_dir():
             raise InputError(self.mmcif, "data.mmcif", "no such folder")
         found: dict[str, Path] = {}
-        for path in sorted(self.mmcif.rglob("*")):
-            if path.name.endswith(MMCIF_SUFFIXES) and path.is_file():
-                name = entry_id(path)
-                if name in found:
-                    raise InputError(path, "data.mmcif", f"has the same id as {found[name]}")
-                found[name] = path
+        for path in self._paths(MMCIF_SUFFIXES):
+            found.setdefault(entry_id(path), path)
         if self.pdb_ids:
             found = {name: path for name, path in found.items() if name.split("-assembly")[0] in self.pdb_ids}
         if not found:
-            raise InputError(self.mmcif, "data.mmcif", "holds no .cif or .cif.gz file")
+            raise InputError(self.mmcif, "data.mmcif", f"holds no {', '.join(MMCIF_SUFFIXES)} file")
         return dict(sorted(found.items()))
+
+    def passed_over(self) -> list[Finding]:
+        """Structure files of the folder that no entry is made of: second files of an entry, and other formats."""
+        if not self.mmcif.is_dir() or self.pdb_ids:
+            return []
+        used, findings = self.files(), []
+        for path in self._paths(MMCIF_SUFFIXES):
+            name = entry_id(path)
+            if used[name] != path:
+                action = "remove one of the two, or rename it if it is another structure"
+                reason = f"has the same id as {used[name]}, which is used"
+                findings.append(Finding("failed", "second file of an entry", str(path), name, reason, action))
+        for path in self._paths(OTHER_SUFFIXES):
+            reason, action = "a format that is not read", "give the mmCIF file of the entry"
+            findings.append(Finding("failed", "other format", str(path), entry_id(path), reason, action))
+        return findings
+
+    def _paths(self, suffixes: tuple[str, ...]) -> list[Path]:
+        return [path for path in sorted(self.mmcif.rglob("*")) if path.name.endswith(suffixes) and path.is_file()]
 
 
 def entry_id(path: Path) -> str:
     """`.../2q2k.cif.gz` -> `2q2k-assembly1`: every entry is an assembly, as its file is or after expanding it."""
-    stem = path.name.removesuffix(".gz").removesuffix(".cif")
+    stem = path.name.removesuffix(".gz")
+    for suffix in (*MMCIF_SUFFIXES, *OTHER_SUFFIXES):
+        stem = stem.removesuffix(suffix)
     return stem if "-assembly" in stem else f"{stem}-assembly1"
 
 

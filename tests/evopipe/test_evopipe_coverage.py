@@ -15,7 +15,7 @@ import pytest
 from gemmi import cif
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, augment, ccd, crop, featurize, layout, molecules, report, sample_data
+from megafold.evopipe import alignments, assembly, augment, ccd, crop, featurize, layout, molecules, report, sample_data
 from megafold.evopipe.sources import DataSource, entry_id
 
 mutated = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("mutated.py"))))
@@ -185,6 +185,16 @@ def test_file_of_another_program_is_featurised(sample, plain, tmp_path, program)
     entry = made(path)
     for name in ("residue_index", "kind", "molecule_id", "center_position"):
         assert np.array_equal(entry.arrays["tokens"][name], plain.arrays["tokens"][name]), name
+
+
+def test_cleaned_assembly_is_taken_as_it_is(sample, tmp_path):
+    """What is written for the baseline's parser, read again: the same features, unresolved residues included."""
+    raw = made(sample.mmcif / "2q2k.cif")
+    path = tmp_path / "2q2k-assembly1.cif"
+    path.write_text(assembly.build((sample.mmcif / "2q2k.cif").read_text(), "2q2k-assembly1", "2q2k.cif").text)
+    assert assembly.is_prepared(path.read_text(), path.name)
+    again = made(path)
+    assert all(np.array_equal(again.arrays[name], raw.arrays[name]) for name in layout.ARRAYS)
 
 
 def test_predicted_model_is_featurised(sample, plain, tmp_path):
@@ -400,6 +410,7 @@ REFUSED = {
     "no coordinates": (lambda entry: entry.drop("_atom_site."), "_atom_site"),
     "broken number": (lambda entry: entry.set(of_atom("CA", 5), Cartn_x="1.2.3"), "not a number"),
     "infinite": (lambda entry: entry.set(of_atom("CA", 5), Cartn_x="inf"), "not finite"),
+    "far away": (lambda entry: entry.set(of_atom("CA", 5), Cartn_x="1e300"), "farther than"),
     "only water": (lambda entry: entry.keep(lambda atom: atom["label_comp_id"] == "HOH"), "no atom is left"),
     "unknown ligand": (lambda entry: entry.ligand("BEN", "B", "A", 201, (60.0, 0.0, 0.0)), "Q0Q0Q"),
 }

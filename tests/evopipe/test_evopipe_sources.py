@@ -76,18 +76,33 @@ def test_bad_section_names_file_and_field(config, case):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["missing", "empty", "twice"])
+@pytest.mark.parametrize("case", ["missing", "empty"])
 def test_unusable_folder_is_one_clear_line(config, tmp_path, case):
     folder = tmp_path / "cif"
-    if case == "twice":
-        (folder / "1abc.cif.gz").write_bytes(b"")
-    else:
-        (folder / "1abc.cif").unlink()
-        if case == "missing":
-            folder.rmdir()
-    expected = {"missing": "no such folder", "empty": "holds no .cif", "twice": "has the same id as"}[case]
+    (folder / "1abc.cif").unlink()
+    if case == "missing":
+        folder.rmdir()
+    expected = {"missing": "no such folder", "empty": "holds no .cif"}[case]
     with pytest.raises(InputError, match=expected):
         DataSource("folders", folder).files()
+
+
+def test_files_that_no_entry_is_made_of_are_listed(config, tmp_path):
+    folder = tmp_path / "cif"
+    names = ("1abc.cif.gz", "2abc.mmcif", "3abc.pdb", "pdb4abc.ent.gz", "5abc.bcif", "notes.txt")
+    for name in names:
+        (folder / name).write_bytes(b"")
+    source = DataSource("folders", folder)
+    assert source.files() == {"1abc-assembly1": folder / "1abc.cif", "2abc-assembly1": folder / "2abc.mmcif"}
+    listed = {finding.file.rpartition("/")[2]: finding for finding in source.passed_over()}
+    assert set(listed) == {"1abc.cif.gz", "3abc.pdb", "pdb4abc.ent.gz", "5abc.bcif"}
+    assert all(finding.kind == "failed" and finding.action for finding in listed.values())
+    assert listed["1abc.cif.gz"].reason.startswith("has the same id as")
+
+
+def test_assembly_file_and_raw_file_of_one_entry_are_one_entry(config, tmp_path):
+    (tmp_path / "cif" / "1abc-assembly1.cif.gz").write_bytes(b"")
+    assert list(DataSource("folders", tmp_path / "cif").files()) == ["1abc-assembly1"]
 
 
 @pytest.fixture
