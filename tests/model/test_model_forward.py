@@ -111,3 +111,36 @@ def test_a_rollout_conditions_its_pairs_once(make_batch, make_model, monkeypatch
         calls.clear()
         model(**batch)
         assert (calls.count("pairs"), calls.count("bias")) == (expected, expected)
+
+
+@pytest.mark.parametrize(("pairs", "expected"), [(1, [1] * 8), (3 * 81, [3, 1, 3, 1])], ids=["one", "three"])
+def test_the_confidence_head_sees_as_many_rollouts_as_a_chunk_holds(
+    pairs, expected, make_batch, make_model, monkeypatch
+):
+    from megafold.model import confidence
+    from megafold.model.optimize import optimize
+
+    monkeypatch.setattr(confidence, "CHUNK_PAIRS", pairs)
+    model, batch, seen = make_model(), make_batch(9, 7, confidence=True), []
+    model.confidence_head.pairformer_stack.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(len(kwargs["pairwise_repr"])), with_kwargs=True
+    )
+    optimize(model, Plan())
+    model(**batch)
+    assert seen == expected
+
+
+@pytest.mark.parametrize(("kept", "checkpoints"), [(0, True), (1 << 30, False)], ids=["long", "short"])
+def test_the_confidence_head_is_checkpointed_where_its_activations_are_many(
+    kept, checkpoints, make_batch, make_model, monkeypatch
+):
+    from megafold.model import confidence
+    from megafold.model.optimize import optimize
+
+    monkeypatch.setattr(confidence, "KEPT_ELEMENTS", kept)
+    model, batch, seen = make_model(checkpoint_confidence_head=True), make_batch(9, confidence=True), []
+    stack = model.confidence_head.pairformer_stack
+    stack.register_forward_pre_hook(lambda module, _: seen.append(module.checkpoint))
+    optimize(model, Plan())
+    model(**batch)
+    assert seen == [checkpoints] and stack.checkpoint
