@@ -1,0 +1,133 @@
+"""Parity of real ranks with one device: `torchrun --nproc-per-node P -m megafold.train.parity`.
+
+Every way to write the number of ranks as dp x sp is tried, in float32 and, on GPUs, under bfloat16 autocast, dropout
+off. Each rank computes the reference itself, in float32 through the stock code, and the stock code's error under the
+same autocast, which the parallel run may double.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megafold.evosp3d.mesh import make_mesh
+from megafold.evosp3d.parallelize import parallelize
+from megafold.evosp3d.reduce import GradientReducer
+from megafold.model.build import build_model
+from megafold.model.presets import preset
+from megafold.train.ranks import device_of, find_place, joined
+from megafold.train.synthetic import synthetic_batch
+
+# What rounding may add to twice the stock error, relative to the largest gradient of the module: the reference is no
+# more exact than float32, and a sum over thousands of pairs in another order differs by some hundred roundings.
+ROUNDING = {torch.float32: 512 * torch.finfo(torch.float32).eps, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
+
+
+def check(model: nn.Module, batches: Mapping[int, Mapping[str, Any]], sp: int, autocast: bool) -> list[str]:
+    """Gradients that are off by more than the budget, as lines; one batch a replica, the same on all ranks.
+
+    Must be called by all ranks of the process group.
+    """
+    device = next(model.parameters()).device
+    size = dist.get_world_size()
+    dp = size // sp
+    exact = _mean([_gradients(model, batches[replica], replica, device, False) for replica in range(dp)])
+    stock = _mean([_gradients(model, batches[replica], replica, device, autocast) for replica in range(dp)])
+    parallel = copy.deepcopy(model)
+    mesh = make_mesh(dp, sp, device.type)
+    parallelize(parallel, mesh)
+    reducer = GradientReducer(parallel.parameters(), dp=dp)
+    replica = mesh.get_local_rank("dp")
+    found = _gradients(parallel, batches[replica], replica, device, autocast, reducer)
+    reducer.remove()
+    return list(_beyond(found, stock, exact, torch.bfloat16 if autocast else torch.float32))
+
+
+def _gradients(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    seed: int,
+    device: torch.device,
+    autocast: bool,
+    reducer: GradientReducer | None = None,
+) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    with torch.autocast(device.type, dtype=torch.bfloat16) if autocast else nullcontext():
+        loss = model(**batch)
+    loss.backward()
+    if reducer is not None:
+        reducer.finish()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _mean(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+
+def _beyond(
+    found: Mapping[str, Tensor], stock: Mapping[str, Tensor], exact: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[str]:
+    if found.keys() != exact.keys():
+        yield f"other parameters have gradients: {sorted(found.keys() ^ exact.keys())[:3]}"
+        return
+    scales: dict[str, float] = {}
+    for name, gradient in exact.items():
+        module = name.rpartition(".")[0]
+        scales[module] = max(scales.get(module, 0.0), gradient.norm().item())
+    rounding = ROUNDING[dtype]
+    for name, gradient in exact.items():
+        if name == "loss":  # of one replica here, of all there
+            continue
+        scale = max(scales[name.rpartition(".")[0]], 1e-30)
+        error, allowed = ((other[name] - gradient).norm().item() / scale for other in (found, stock))
+        if not error <= 2 * allowed + rounding:
+            yield f"{name}: error {error:.1e}, stock {allowed:.1e}, allowed {2 * allowed + rounding:.1e}"
+
+
+def main() -> int:
+    """Entry point on every rank; rank 0 prints a line for each split, and the exit code is 1 if one is off."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--n-tokens", type=int, default=50)
+    given = parser.parse_args()
+    place = find_place()
+    if place is None:
+        raise SystemExit("start several ranks with torchrun or srun")
+    device = device_of(place, "auto")
+    failed = 0
+    with joined(place, device, timeout_s=600):
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.manual_seed(0)
+        model = build_model(given.model).to(device).train()
+        with torch.no_grad():
+            for parameter in model.parameters():  # what starts at zero would hide what is before it
+                if parameter.numel() > 1 and parameter.unique().numel() == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        kwargs = preset(given.model)
+        batches = {}
+        for replica in range(place.size):
+            batch = synthetic_batch(given.n_tokens, msa_depth=16, seed=replica, model_kwargs=kwargs)
+            batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
+        for sp in (n for n in range(1, place.size + 1) if place.size % n == 0):
+            for autocast in (False, True) if device.type == "cuda" else (False,):
+                lines = check(model, batches, sp, autocast)
+                failed |= bool(lines)
+                if place.rank == 0:
+                    what = f"dp {place.size // sp} x sp {sp}, {'bf16' if autocast else 'fp32'}"
+                    print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""For machines with GPUs: parity over NCCL, and an emulated rank on one GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def _parity(ranks: int, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command += ["-m", "megafold.train.parity", *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs")
+def test_parity_of_every_split_over_nccl():
+    done = _parity(torch.cuda.device_count())
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "bf16: ok" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("plan", ["eager", "sdpa", "evoflash3d"])
+def test_an_emulated_rank_takes_a_step_in_bf16(plan):
+    from megafold.evosp3d.emulate import emulated_ranks
+    from megafold.model.build import build_model
+    from megafold.model.plan import Plan
+    from megafold.model.presets import preset
+    from megafold.train.parallel import Parallel
+    from megafold.train.synthetic import synthetic_batch
+    from megafold.train.trainer import Trainer
+
+    chosen = Plan(shared_conditioning=False, sdpa=plan != "eager", evoflash3d=plan == "evoflash3d")
+    batch = synthetic_batch(200, msa_depth=64, model_kwargs=preset("demo"))
+    peaks = []
+    for size in (2, 8):
+        with emulated_ranks(size):
+            model = build_model("demo").cuda()
+            parallel = Parallel(size, torch.device("cuda"))
+            parallel.prepare(model, chosen)
+            trainer = Trainer(model, device="cuda", dtype=torch.bfloat16, parallel=parallel)
+            trainer.step(batch)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            trainer.step(batch)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            del model, trainer, parallel
+    assert peaks[1] < peaks[0] / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs the test above does it")
+def test_parity_command_on_two_processes():
+    done = _parity(2, "--model", "tiny", "--n-tokens", "7")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == ["dp 2 x sp 1, fp32: ok", "dp 1 x sp 2, fp32: ok"]
