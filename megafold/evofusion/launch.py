@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,9 +20,24 @@ INTERPRETED = {"block_l": 16, "block_o": 32, "num_warps": 4, "num_stages": 1}
 
 def configuration(kernel: str, dtype: torch.dtype, device: torch.device) -> dict:
     """The table's configuration of a kernel for products in `dtype` on `device`."""
+    if kernel in _overrides:
+        return _overrides[kernel]
     if device.type == "cpu":
         return INTERPRETED
     return _from_table(kernel, "32" if dtype == torch.float32 else "16", triton_support.architecture(device.index))
+
+
+_overrides: dict[str, dict] = {}
+
+
+@contextmanager
+def overridden(kernel: str, config: dict) -> Iterator[None]:
+    """Inside, a kernel runs with this configuration and not with the table's."""
+    _overrides[kernel] = config
+    try:
+        yield
+    finally:
+        del _overrides[kernel]
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from megafold import triton_support
 from megafold.evofusion import cases
 from megafold.evofusion.msa import outer_product
 from megafold.evofusion.transition import launch as transition_launch
+from megafold.testing import CheckResult, check_budget, gradients_by_name
 
 triton_support.runs_kernels = lambda device: True
 # Small enough that the cases below have several chunks, the last one shorter.
@@ -68,6 +69,32 @@ FP32_ALONE = (
     "smooth lDDT without mask",
     "triangle multiplication, outgoing, two blocks of a row, mask",
 )
+UNDER_AUTOCAST = (
+    "triangle multiplication, outgoing, mask, row dropout",
+    "transition, width that is no multiple of 8",
+    "attention output, row dropout",
+    "conditioned transition, odd conditioning",
+    "windowed attention",
+)
+
+
+def under_autocast(case: cases.Case) -> list[CheckResult]:
+    """fp32 inputs and parameters, products in fp16: dtypes as in eager PyTorch, and its error budget."""
+
+    def autocast(function):
+        def call(**inputs):
+            with torch.autocast("cpu", torch.float16):
+                return function(**inputs)
+
+        return call
+
+    found = gradients_by_name(autocast(case.operator), case.inputs)
+    eager = gradients_by_name(autocast(case.reference), case.inputs)
+    dtypes = [name for name, t in eager.items() if found[name].dtype != t.dtype]
+    # The step that the budget adds is that of fp16, which products are rounded to.
+    halves = {name: t.half() for name, t in found.items()}
+    results = check_budget(halves, eager, case.run(reference=True, double=True))
+    return [*results, CheckResult("dtypes", not dtypes, f"differ: {dtypes}")]
 
 
 if __name__ == "__main__":
@@ -81,4 +108,7 @@ if __name__ == "__main__":
             if dtype == torch.float32 or name not in FP32_ALONE:
                 results = make(cases.Draw(dtype, "cpu")).check(repeat=False)
                 found[f"{name} {str(dtype).removeprefix('torch.')}"] = [[r.name, r.ok, r.detail] for r in results]
+    for name in UNDER_AUTOCAST:
+        results = under_autocast(CASES[name](cases.Draw(torch.float32, "cpu")))
+        found[f"{name} autocast"] = [[r.name, r.ok, r.detail] for r in results]
     json.dump(found, sys.stdout)

@@ -22,7 +22,8 @@ def names() -> list[str]:
     }
     fp32_alone = ast.literal_eval(assigned["FP32_ALONE"])
     cases = [key.value for key in assigned["CASES"].keys]
-    return [f"{case} {dtype}" for case in cases for dtype in ("float32", "float16")[: 1 if case in fp32_alone else 2]]
+    plain = [f"{case} {dtype}" for case in cases for dtype in ("float32", "float16")[: 1 if case in fp32_alone else 2]]
+    return [*plain, *(f"{case} autocast" for case in ast.literal_eval(assigned["UNDER_AUTOCAST"]))]
 
 
 @pytest.fixture(scope="module")

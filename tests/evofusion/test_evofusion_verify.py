@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafold.evofusion import cases, verify
+from megafold import triton_support
+from megafold.evofusion import cases, tune, verify
+from megafold.evofusion.launch import INTERPRETED, configuration, overridden
 
 
 def test_the_references_pass_on_a_cpu_and_say_what_ran():
@@ -40,3 +42,27 @@ def verify_reference(x, **t):
     from megafold.evofusion.triangle_multiplication.reference import triangle_multiplication
 
     return triangle_multiplication(x, **t, outgoing=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would tune")
+def test_tuning_without_a_device_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="nothing to tune: no Triton backend for device type 'cpu'"):
+        tune.tune(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arch", triton_support.ARCHITECTURES)
+def test_every_kernel_has_an_operator_that_times_it_and_candidates(arch):
+    for kernel, by_bits in triton_support.shipped_table("evofusion", arch)["configs"].items():
+        assert any(kernel.startswith(name) for name in tune.WORK)
+        for config in by_bits.values():
+            found = list(tune.candidates(config, arch))
+            assert len(found) > 3 and all(set(candidate) == set(config) for candidate in found)
+
+
+def test_a_configuration_under_trial_is_used_inside_alone():
+    trial, cpu = INTERPRETED | {"block_l": 128}, torch.device("cpu")
+    with overridden("transition", trial):
+        assert configuration("transition", torch.float32, cpu) == trial
+        assert configuration("triangle_output", torch.float32, cpu) == INTERPRETED
+    assert configuration("transition", torch.float32, cpu) == INTERPRETED

@@ -12,5 +12,5 @@ def attention_output(
     """Arguments as in `api.attention_output`."""
     out = F.linear(attended if gate is None else attended * gate.sigmoid(), weight)
     if dropped is not None:
-        out = out * dropped
+        out = out * dropped.to(out.dtype)
     return out if residual is None else residual + out

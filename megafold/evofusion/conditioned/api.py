@@ -46,7 +46,7 @@ def adaptive_norm(
     arguments = (x, cond, cond_norm_weight, gamma_weight, gamma_bias, beta_weight)
     if uses_kernels(x) and x.numel():
         return _norm_op(*arguments, product_dtype(x))
-    return reference.adaptive_norm(*arguments)
+    return reference.adaptive_norm(*arguments).to(product_dtype(x))
 
 
 def condition_gate(y: Tensor, cond: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None) -> Tensor:
@@ -76,7 +76,8 @@ def condition_gate(y: Tensor, cond: Tensor, weight: Tensor, bias: Tensor, *, res
     check_tensors(name, y, expected)
     if uses_kernels(y) and y.numel():
         return _gate_op(y, cond, weight, bias, residual, product_dtype(y))
-    return reference.condition_gate(y, cond, weight, bias, residual)
+    out = reference.condition_gate(y, cond, weight, bias, residual)
+    return out.to(product_dtype(y) if residual is None else residual.dtype)
 
 
 def conditioned_transition(

@@ -61,5 +61,5 @@ def pair_weighted_averaging(
     out = torch.einsum("bhij,bsjhd->bsihd", weights.to(values.dtype), values) * gates.sigmoid()
     out = F.linear(out.flatten(-2), out_weight)
     if dropped is not None:
-        out = out * dropped
+        out = out * dropped.to(out.dtype)
     return msa + out if residual else out

@@ -99,7 +99,8 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
     width, inner = x.shape[-1], in_weight.shape[0] // 2
     x_rows, grad_rows = x.view(-1, width), grad_out.view(-1, width)
     count = x_rows.shape[0]
-    chunk = min(count, max(1, CHUNK_ELEMENTS // (3 * inner)))
+    chunks = ceil_div(3 * inner * count, CHUNK_ELEMENTS)
+    chunk = ceil_div(count, chunks)
     chunks = ceil_div(count, chunk)
     grad_x = torch.empty_like(x)
     w_in, w_out = in_dtype(dtype, in_weight, out_weight)

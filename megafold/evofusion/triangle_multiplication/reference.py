@@ -30,6 +30,6 @@ def triangle_multiplication(
     product = torch.einsum(equation, left, right)
     out = F.linear(F.layer_norm(product, product.shape[-1:], out_norm_weight, out_norm_bias), out_weight)
     if dropped is not None:
-        out = out * dropped
+        out = out * dropped.to(out.dtype)
     out = out * F.linear(normed, gate_weight).sigmoid()
     return x + out if residual else out
