@@ -155,11 +155,13 @@ def verify(
 def tune(
     out: Annotated[Path | None, typer.Option(help="JSON table to write (default: the shipped one)")] = None,
 ) -> None:
-    """Measure launch configurations on this device and rewrite its table."""
-    from megafold.evoflash3d.tune import tune as run
+    """Measure launch configurations on this device and rewrite its tables."""
+    from megafold.evoflash3d.tune import tune as tune_evoflash3d
+    from megafold.evofusion.tune import tune as tune_evofusion
 
     try:
-        typer.echo(run(out))
+        for run in (tune_evoflash3d, tune_evofusion):
+            typer.echo(run(out))
     except RuntimeError as error:  # no device that the kernels run on
         raise InputError("megafold tune", "", str(error)) from error
 
