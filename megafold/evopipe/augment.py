@@ -68,20 +68,38 @@ def choose_crop(
     if kind == "contiguous":
         keep = contiguous(tokens["chain"], crop_size, rng)
     else:
-        centers = np.flatnonzero(np.isin(tokens["chain"], chains))
-        if kind == "interface" and len(np.unique(tokens["chain"])) > 1:
-            # The baseline finds the interface among the tokens of the two chains, and takes their places in that
-            # selection for places in the structure.
-            near = np.flatnonzero(_near_another_chain(tokens[centers]))
-            centers = near if len(near) else centers
-        keep = spatial(tokens, int(rng.choice(centers)), crop_size)
+        keep = _spatial_crop(tokens, crop_size, chains, interface=kind == "interface", rng=rng)
     if len(tokens) <= crop_size:
         return Choice(keep, "whole", chains)
     return Choice(keep, kind, _kept_chains(np.unique(tokens["chain"][keep]), chains, rng))
 
 
+def _spatial_crop(tokens, crop_size: int, chains, *, interface: bool, rng: np.random.Generator) -> np.ndarray:
+    """Around a token of the chains, or of their interface. bool [N].
+
+    An unresolved residue is nowhere: it is no center, and is taken only when the crop has room for everything else. So
+    the resolved tokens of these crops are those that the baseline takes, which knows no others.
+    """
+    placed = np.flatnonzero(_is_placed(tokens))
+    seen, keep = tokens[placed], np.zeros(len(tokens), bool)
+    centers = np.flatnonzero(np.isin(seen["chain"], chains))
+    if interface and len(np.unique(seen["chain"])) > 1:
+        # The baseline finds the interface among the tokens of the two chains, and takes their places in that selection
+        # for places in the structure.
+        near = np.flatnonzero(_near_another_chain(seen[centers]))
+        centers = near if len(near) else centers
+    keep[placed[spatial(seen, int(rng.choice(centers)), crop_size)]] = True
+    keep[np.flatnonzero(~keep)[: max(0, crop_size - len(placed))]] = True
+    return keep
+
+
+def _is_placed(tokens: np.ndarray) -> np.ndarray:
+    return np.isfinite(tokens["crop_position"]).all(axis=-1)
+
+
 def touching_chains(tokens: np.ndarray) -> tuple[tuple[int, int], ...]:
     """The pairs of chains with center atoms within 15 angstrom; what an entry's `touching` holds."""
+    tokens = tokens[_is_placed(tokens)]
     present = [int(chain) for chain in np.unique(tokens["chain"])]
     return tuple(pair for pair in combinations(present, 2) if _touch(tokens, *pair))
 

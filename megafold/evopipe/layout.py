@@ -45,7 +45,7 @@ TOKEN = np.dtype(
         ("frame", "u1", (3,)),  # polymer: the three frame atoms inside the residue
         ("center_resolved", "?"),  # is the center atom present in the experiment?
         ("center_position", "<f4", (3,)),  # angstrom; what ligand frames are found from
-        ("crop_position", "<f4", (3,)),  # angstrom; what spatial crops measure (never a missing atom's zero)
+        ("crop_position", "<f4", (3,)),  # angstrom; what spatial crops measure; infinite where no atom is resolved
         ("element", "S2"),  # atomised: element symbol as the baseline reads it
     ]
 )

@@ -288,17 +288,9 @@ def _links(biomolecule, names: list[tuple[int, str]]) -> tuple[np.ndarray, np.nd
 def _set_crop_positions(tokens: np.ndarray, atoms: np.ndarray) -> None:
     """Where a token is, for spatial crops: its center atom, or the mean of what is resolved when that is missing.
 
-    A residue without any atom is placed on the line between its resolved neighbours in the chain.
+    A residue without any atom is nowhere: infinity (which, unlike NaN, is equal to itself).
     """
     tokens["crop_position"] = tokens["center_position"]
-    placed = tokens["center_resolved"].copy()
-    for token in np.flatnonzero(~placed):
+    for token in np.flatnonzero(~tokens["center_resolved"]):
         mine = atoms[(atoms["token"] == token) & ~atoms["missing"]]
-        if len(mine):
-            tokens["crop_position"][token], placed[token] = mine["position"].mean(axis=0), True
-    for chain in np.unique(tokens["chain"][~placed]):
-        mine = tokens["chain"] == chain
-        known, wanted = np.flatnonzero(mine & placed), np.flatnonzero(mine & ~placed)
-        for axis in range(3):
-            values = np.interp(wanted, known, tokens["crop_position"][known, axis])
-            tokens["crop_position"][wanted, axis] = values
+        tokens["crop_position"][token] = mine["position"].mean(axis=0) if len(mine) else np.inf

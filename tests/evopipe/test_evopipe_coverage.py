@@ -221,8 +221,13 @@ def test_unresolved_residues_keep_their_tokens(ubiquitin, plain, tmp_path):
     atoms = entry.arrays["atoms"]
     assert atoms["missing"][np.isin(atoms["token"], [0, 1, 19, 20, 21, 75])].all()
     assert np.array_equal(atoms["position"][~atoms["missing"]], plain.arrays["atoms"]["position"][~atoms["missing"]])
-    line = tokens["crop_position"]
-    assert np.allclose(line[20], (line[18] + line[22]) / 2, atol=1e-3) and np.allclose(line[0], line[2])
+    nowhere = np.isinf(tokens["crop_position"]).all(axis=-1)
+    assert np.flatnonzero(nowhere).tolist() == [0, 1, 19, 20, 21, 75]
+    for epoch in range(5):
+        inside = augment.choose_crop(entry, 60, epoch=epoch, seed=0, weights={"spatial": 1.0}).keep
+        assert inside.sum() == 60 and not (inside & nowhere).any()  # a spatial crop has no use for them
+        almost = augment.choose_crop(entry, 72, epoch=epoch, seed=0, weights={"spatial": 1.0}).keep
+        assert almost.sum() == 72 and almost[~nowhere].all()  # but takes them when there is room
 
 
 def rename(entry, number: int, component: str, **atoms: str) -> None:

@@ -81,6 +81,20 @@ def test_crops_are_distributed_as_in_the_baseline(parsed, entry, chains):
     assert least_likely(stock, our_masks(entry, 60, chains, DRAWS, shifted), chain) < 1e-6  # it would be noticed
 
 
+def test_spatial_crops_of_the_full_sequence_are_those_of_the_resolved_one(sample, parsed):
+    """With the unresolved residues in the sequence the crops hold the same tokens as the baseline's, and no others."""
+    path = sample.mmcif / "2q2k.cif"
+    text = assembly.build(alignments.read_text(path), NAME, str(path)).text
+    arrays, _ = structure.arrays(structure.parse(text, NAME, str(path)), str(path))
+    resolved = np.isfinite(arrays["tokens"]["crop_position"]).all(axis=-1)
+    assert resolved.sum() == len(parsed.biomolecule.chain_id) < len(resolved)
+    weights = {"spatial": 0.5, "interface": 0.5}
+    ours = our_masks(SimpleNamespace(name=NAME, arrays=arrays), 60, (1, 4), DRAWS, weights)
+    assert not ours[:, ~resolved].any()
+    stock = stock_masks(parsed.biomolecule, 60, (1, 4), DRAWS, weights)
+    assert least_likely(stock, ours[:, resolved], arrays["tokens"]["chain"][resolved]) > LIKELY
+
+
 def test_spatial_crop_around_each_token_is_the_one_of_the_baseline(parsed, entry):
     from alphafold3_pytorch.common.biomolecule import create_spatial_crop_masks
 
