@@ -180,25 +180,38 @@ class StructureCache:
         self._last_name, self._last = name, (row, meta, tables)
         return self._last
 
-    def _array(
-        self, name: str, array: str, rows: tuple[int, int] | None = None, columns: np.ndarray | None = None
-    ) -> np.ndarray:
-        """An array; with rows and columns, one as wide and as long whose other blocks are not filled in."""
+    def _block(self, name: str, array: str, place: tuple[int, int, bytes]) -> np.ndarray:
         row, _, tables = self._described(name)
         table = tables[array]
-        out = None
-        for corner, (offset, size, digest) in table.chosen(rows, columns):
-            data = self._pread(row, offset, size, digest, f"dataset {array}")
-            try:
-                block = codec.unpack(data, table.dtype, table.block)
-            except codec.BadBlock as error:
-                raise InputError(self.path, name, f"corrupt entry (dataset {array}: {error})") from error
-            if table.block == table.shape:
-                return block
-            out = np.empty(table.shape, table.dtype) if out is None else out
+        try:
+            return codec.unpack(self._pread(row, *place, f"dataset {array}"), table.dtype, table.block)
+        except codec.BadBlock as error:
+            raise InputError(self.path, name, f"corrupt entry (dataset {array}: {error})") from error
+
+    def _array(self, name: str, array: str) -> np.ndarray:
+        table = self.tables(name)[array]
+        if table.block == table.shape and table.places:
+            return self._block(name, array, table.places[0])
+        out = np.zeros(table.shape, table.dtype)
+        for corner, place in table.chosen():
             target = out[tuple(slice(first, first + step) for first, step in zip(corner, table.block))]
-            target[...] = block[tuple(slice(0, size) for size in target.shape)]
-        return np.empty(table.shape, table.dtype) if out is None else out
+            target[...] = self._block(name, array, place)[tuple(slice(0, size) for size in target.shape)]
+        return out
+
+    def _window(self, name: str, array: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Rows and columns (ascending indices) of a two-dimensional array; one block at a time is in memory."""
+        table = self.tables(name)[array]
+        out = np.zeros((len(rows), len(columns)), table.dtype)
+        for (first, left), place in table.chosen((int(rows[0]), int(rows[-1])), columns):
+            down = slice(*np.searchsorted(rows, (first, first + table.block[0])))
+            across = slice(*np.searchsorted(columns, (left, left + table.block[1])))
+            if down.start == down.stop:
+                continue
+            block = self._block(name, array, place)
+            if down.stop - down.start < len(block):
+                block = block[rows[down] - first]
+            out[down, across] = block.take(columns[across] - left, axis=1)
+        return out
 
     def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
         meta = self.meta(name)
@@ -247,11 +260,9 @@ class StructureCache:
     def read_alignment(self, name: str, rows: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept]."""
         columns = np.flatnonzero(keep)
-        msa = self._array(name, "msa", (int(rows[0]), int(rows[-1])), columns)
         sparse = {array: self._array(name, array) for array in codec.SPARSE}
-        if len(rows) == len(msa):
-            return msa.take(columns, axis=1), codec.dense_deletions(sparse, rows, columns, len(keep))
-        return msa[rows[:, None], columns[None, :]], codec.dense_deletions(sparse, rows, columns, len(keep))
+        deletions = codec.dense_deletions(sparse, rows, columns, len(keep))
+        return self._window(name, "msa", rows, columns), deletions
 
     def verify(self) -> Iterator[str]:
         """Every check of every entry that fails, one line each."""
