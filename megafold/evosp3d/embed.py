@@ -59,9 +59,9 @@ def _encode(self: Module, ids: Tensor, shards: Shards) -> Tensor:
     return self.out_embedder(hot.to(self.out_embedder.weight.dtype))
 
 
-def token_bonds(self: Module, bonds: Tensor, *, shards: Shards) -> Tensor:
-    """``token_bond_to_pairwise_feat``: bonds [b, N, N] -> rows [b, n, N, dp]."""
-    return type(self).forward(self, shards.narrow(bonds, 1))
+def rows_of_input(self: Module, pairs: Tensor, *, shards: Shards) -> Tensor:
+    """A projection of whole inputs (token bonds, constraints): [b, N, N, ...] -> rows [b, n, N, dp]."""
+    return type(self).forward(self, shards.narrow(pairs, 1))
 
 
 def template_embedder(self: Module, *, templates: Tensor, pairwise_repr: Tensor, shards: Shards, **kwargs) -> Tensor:

@@ -99,7 +99,9 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
         return module, "forward", partial(_method, partial(function, shards=shards, **fixed))
 
     yield on(model, forward.model_forward)
-    yield on(model.token_bond_to_pairwise_feat, embed.token_bonds)
+    yield on(model.token_bond_to_pairwise_feat, embed.rows_of_input)
+    for embedding in model.constraint_embeds if model.constraints is not None else ():
+        yield on(embedding, embed.rows_of_input)
     yield on(model.template_embedder, embed.template_embedder)
     yield on(model.relative_position_encoding, embed.relative_positions)
     yield model.msa_module, "forward", msa.msa_module
@@ -114,6 +116,8 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     for name in ("to_layers", "to_checkpointed_layers"):
         symmetrize = partial(heads.symmetrize_rows, shards=shards)
         yield model.distogram_head, name, with_names(getattr(stock.DistogramHead, name), symmetrize=symmetrize)
+    # What optimize made for conditions that are one copy for all augmentations can stay: here they are.
+    knows_copies = plan is not None and plan.shared_conditioning
     for path, module in model.named_modules():
         in_denoiser = path.startswith("diffusion_module.")
         if isinstance(module, _STOCK_ON_ROWS):
@@ -131,23 +135,21 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
         elif isinstance(module, stock.AttentionPairBias) and module.window_size is None:
             function = single.token_attention if in_denoiser else single.single_attention
             yield on(module, function, attend=_attend(module, plan))
-        elif in_denoiser and isinstance(module, stock.ConditionWrapper):
-            if "forward" not in module.__dict__ or not isinstance(module.fn, stock.Transition):
-                yield module, "forward", denoiser.conditioned
-        elif in_denoiser and isinstance(module, stock.AdaptiveLayerNorm):
-            if "forward" not in module.__dict__:
-                yield module, "forward", denoiser.adaptive_layer_norm
-        elif not _works_on_rows(module):
-            # Whoever replaced it may have drawn a module into it that has to send messages here.
-            for method in [name for name, value in module.__dict__.items() if isinstance(value, MethodType)]:
-                yield module, method, getattr(type(module), method)
+        elif in_denoiser and isinstance(module, stock.ConditionWrapper) and not (knows_copies and _is_fused(module)):
+            yield module, "forward", denoiser.conditioned
+        elif in_denoiser and isinstance(module, stock.AdaptiveLayerNorm) and not (knows_copies and _is_fused(module)):
+            yield module, "forward", denoiser.adaptive_layer_norm
+        if not _works_on_rows(module):
+            # Whoever replaced something else may have drawn a module into it that has to send messages here.
+            for method, value in module.__dict__.items():
+                if isinstance(value, MethodType) and hasattr(type(module), method):
+                    yield module, method, getattr(type(module), method)
 
 
 _STOCK_ON_ROWS = (stock.LinearNoBiasThenOuterSum, stock.InputFeatureEmbedder)
 _ROWS = (
     stock.Transition,
     stock.AttentionPairBias,
-    stock.DiffusionTransformer,
     stock.AtomToTokenPooler,
     stock.WeightedRigidAlign,
     stock.SmoothLDDTLoss,
@@ -156,8 +158,16 @@ _ROWS = (
 
 def _works_on_rows(module: Module) -> bool:
     """Whether what ``optimize`` made of the module holds for a rank's rows, atoms and augmentations too."""
-    norm_and_transition = isinstance(module, stock.PreLayerNorm) and isinstance(module.fn, stock.Transition)
-    return norm_and_transition or isinstance(module, _ROWS)
+    if isinstance(module, (stock.PreLayerNorm, stock.ConditionWrapper)):
+        return isinstance(module.fn, stock.Transition)
+    if isinstance(module, stock.DiffusionTransformer):
+        return module.attn_window_size is not None  # that of tokens gathers biases
+    return isinstance(module, (*_ROWS, stock.AdaptiveLayerNorm))
+
+
+def _is_fused(module: Module) -> bool:
+    """Whether ``optimize`` replaced the forward, and its replacement holds on a rank."""
+    return "forward" in module.__dict__ and _works_on_rows(module)
 
 
 def _attend(module: Module, plan: Plan | None) -> attend.Attend:
@@ -168,7 +178,7 @@ def _attend(module: Module, plan: Plan | None) -> attend.Attend:
     way = None
     if plan is not None and clamp is None:
         if plan.evoflash3d and _fits_evoflash3d(head_dim):
-            way = attend.attend_evoflash3d
+            way = attend.attend_by_device if plan.sdpa else attend.attend_evoflash3d
         elif plan.sdpa:
             way = attend.attend_sdpa
     if way is None:

@@ -38,7 +38,14 @@ CASES = {
         (2,),
     ),
     "confidence-head": ((9, 6), {"confidence": True}, {"checkpoint_confidence_head": True}, {}, 0.25, (3,)),
-    "value-residuals": ((8,), {}, {"pairformer_stack": {"depth": 2, "add_value_residual": True}}, {}, 0.0, (2,)),
+    "value-residuals-and-constraints": (
+        (8,),
+        {},
+        {"pairformer_stack": {"depth": 2, "add_value_residual": True}, "constraints": ["pocket", "contact"]},
+        {},
+        0.0,
+        (2,),
+    ),
 }
 
 
@@ -88,6 +95,8 @@ def _double(batch):
 def test_loss_and_gradients_equal_one_device(run_ranks, helpers, make_model, set_dropout, beyond, name):
     lengths, batch_kwargs, model_kwargs, kwargs, dropout, sizes = CASES[name]
     model, batch = make_model(**model_kwargs), _double(_with_ligands(helpers._batch(*lengths, **batch_kwargs)))
+    if model.constraints:
+        batch["token_constraints"] = batch["templates"][:, 0, ..., : len(model.constraints)]
     set_dropout(model, dropout)
     values, gradients, generator = _step(helpers, copy.deepcopy(model), batch, kwargs)
     for size in sizes:
@@ -95,6 +104,32 @@ def test_loss_and_gradients_equal_one_device(run_ranks, helpers, make_model, set
             assert beyond(found[0], values, 1e-10) == []
             assert beyond(found[1], gradients, 1e-10) == []
             assert torch.equal(found[2], generator), "random numbers were drawn in another order"
+
+
+def _sample(helpers, model, batch):
+    """Positions and all logits of two structures, sampled without labels."""
+    inputs = {name: value for name, value in batch.items() if name != "atom_pos"}
+    with helpers._float64(), torch.no_grad():
+        torch.manual_seed(3)
+        positions, logits = model.eval()(
+            **inputs, num_sample_steps=2, return_confidence_head_logits=True, return_distogram_head_logits=True
+        )
+    return {"positions": positions, **{f"{name}.logits": value for name, value in logits._asdict().items()}}
+
+
+def _sample_on_rank(helpers, model, batch):
+    from megafold.evosp3d.mesh import make_mesh
+    from megafold.evosp3d.parallelize import parallelize
+
+    parallelize(model, make_mesh(1, 3, "cpu"))
+    return _sample(helpers, model, batch)
+
+
+def test_sampled_structures_and_logits_come_back_whole(run_ranks, helpers, make_model, beyond):
+    model, batch = make_model(), _double(helpers._batch(7, 5))
+    exact = _sample(helpers, copy.deepcopy(model), batch)
+    for found in run_ranks(3, _sample_on_rank, helpers, model, batch):
+        assert beyond(found, exact, 1e-10) == []
 
 
 @pytest.mark.parametrize("sp", [2, 3], ids="2x{}".format)
@@ -107,13 +142,13 @@ def test_data_and_sequence_parallel_equals_the_global_batch(run_ranks, helpers, 
         assert beyond(found[1], exact, 1e-10) == []
 
 
-@pytest.mark.parametrize("optimized", [False, True], ids=["stock", "optimized"])
-def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyond, optimized):
+@pytest.mark.parametrize("switches", [{}, {"evofusion": True}, {"shared_conditioning": False}], ids=str)
+def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyond, switches):
     from megafold.model.plan import Plan
 
-    model, batch = make_model(), _double(helpers._batch(9))
+    model, batch = make_model(checkpoint_trunk_pairformer=True), _double(helpers._batch(9))
     values, gradients, _ = _step(helpers, copy.deepcopy(model), batch, {})
-    plan = Plan()
+    plan, optimized = Plan(**switches), True
     for found in run_ranks(2, _on_rank, helpers, model, [batch], {}, 1, 2, plan, optimized):
         assert beyond(found[0], values, 1e-8) == []
         assert beyond(found[1], gradients, 1e-8) == []
