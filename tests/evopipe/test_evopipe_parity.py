@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,6 +172,53 @@ def test_sample_alignment_keeps_the_columns_of_unresolved_residues(sample, entry
     assert letters == "".join(classes[i] for i in entry.arrays["msa"][0][protein])
     first = next(alignments.records((sample.msa / "2q2k-assembly1A_protein.a3m").read_text()))[1]
     assert letters == 4 * first
+
+
+def test_structure_of_everything_equals_the_baseline(sample, entry_of, tmp_path):
+    """Unresolved, modified, unknown and incomplete residues, a sugar on a residue, an ion, a free amino acid."""
+    mutated = runpy.run_path(str(Path(__file__).with_name("mutated.py")))
+    changed = mutated["Entry"]((sample.mmcif / "1ubq.cif").read_text())
+    changed.drop(*mutated["ASSEMBLY_TABLES"])
+    changed.set(lambda atom: atom["label_seq_id"] == "1", label_comp_id="MSE", auth_comp_id="MSE")
+    changed.set(lambda atom: atom["label_seq_id"] == "30", label_comp_id="UNK", auth_comp_id="UNK")
+    changed.keep(lambda atom: atom["label_seq_id"] not in ("10", "11", "12", "75", "76"))
+    changed.keep(lambda atom: atom["label_seq_id"] != "40" or atom["label_atom_id"] in ("N", "C"))
+    changed.ligand("NAG", "B", "A", 201, changed.place(25, "ND2"))
+    changed.ligand("ZN", "C", "A", 202, (60.0, 0.0, 0.0))
+    changed.ligand("GLU", "D", "A", 203, (70.0, 0.0, 0.0))
+    sugar = next(atom for atom in changed.atoms if atom["label_comp_id"] == "NAG")
+    amide = next(atom for atom in changed.residue(25) if atom["label_atom_id"] == "ND2")
+    changed.bond("covale", amide, sugar, 1.45)
+    (tmp_path / "mmcif").mkdir()
+    (tmp_path / "mmcif" / "1ubq.cif").write_text(changed.text())
+    source = DataSource("folders", tmp_path / "mmcif")
+    entry = entry_of(source, "1ubq-assembly1")
+    kinds = {layout.KINDS[kind] for kind in entry.arrays["tokens"]["kind"]}
+    assert kinds == {"protein", "mod_protein", "ligand"} and entry.n_tokens > 76 + 15
+    for kind, size in (("whole", 0), ("spatial", 50), ("scattered", 60)):
+        keep = mask_of(entry, kind, size)
+        assert_equal(stock_features(source, "1ubq-assembly1", keep), our_features(entry, keep))
+
+
+def test_alignment_of_7a4d_fits_the_full_sequence(shared_data, entry_of, tmp_path):
+    """The report that the baseline has open: residues without coordinates, an alignment of the whole sequence."""
+    mutated = runpy.run_path(str(Path(__file__).with_name("mutated.py")))
+    name = "7a4d-assembly1"
+    changed = mutated["Entry"](alignments.read_text(shared_data / "mmcif" / f"{name}.cif.gz"))
+    lost = [("A", str(number)) for number in (1, 2, 50, 51, 52, 53, 118)] + [("C", "7")]
+    changed.keep(lambda atom: (atom["auth_asym_id"], atom["auth_seq_id"]) not in lost)
+    (tmp_path / "mmcif").mkdir()
+    (tmp_path / "mmcif" / f"{name}.cif").write_text(changed.text())
+    source = DataSource("folders", tmp_path / "mmcif", shared_data / "msa")
+    whole = DataSource("folders", shared_data / "mmcif", shared_data / "msa", shared_data / "templates")
+    entry, original = entry_of(source, name), entry_of(whole, name)
+    assert np.array_equal(entry.arrays["msa"], original.arrays["msa"])
+    assert np.array_equal(entry.arrays["tokens"]["residue_index"], original.arrays["tokens"]["residue_index"])
+    keep = np.zeros(entry.n_tokens, bool)
+    keep[40:90] = True
+    stock = stock_features(source, name, keep)
+    assert_equal(stock, our_features(entry, keep))
+    assert stock.missing_atom_mask.sum() > 20 and len(stock.msa) == DEPTH
 
 
 def test_layout_restates_the_conventions_of_the_baseline():
