@@ -23,13 +23,14 @@ from megafold.evopipe import cache, shards
 from megafold.evopipe.index import Index
 from megafold.evopipe.maker import Made
 from megafold.evopipe.merge import merge
-from megafold.evopipe.report import Finding
+from megafold.evopipe.report import Finding, counts
 from megafold.evopipe.sources import DataSource, materialize
 from megafold.evopipe.workers import in_process, in_workers
 
 TIMEOUT = 600.0  # seconds for one structure
 LINE_EVERY = 10.0  # seconds between lines of progress, where there are many structures
 FEW = 200
+MANY = 200  # findings that are told one by one; the report of the cache has all of them
 
 
 @dataclass
@@ -65,8 +66,8 @@ class BuildReport:
         return self.busy / (self.workers * self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:
-        counts = f"{len(self.built)} built, {len(self.skipped)} unchanged, {len(self.failed)} failed"
-        lines = [f"{self.path}: {counts} in {self.seconds:.1f} s"]
+        done = f"{len(self.built)} built, {len(self.skipped)} unchanged, {len(self.failed)} failed"
+        lines = [f"{self.path}: {done} in {self.seconds:.1f} s"]
         if self.built or self.failed:
             rate = (len(self.built) + len(self.failed)) / max(self.busy, 1e-9)
             processes = (
@@ -74,7 +75,11 @@ class BuildReport:
             )
             each = f"{rate:.2f} structures a second each, at most {self.memory:.0f} MiB in one"
             lines.append(f"  {processes} at work, {each}")
-        lines += [f"  {finding}" for finding in self.findings if finding.kind != "failed"]
+        told = [finding for finding in self.findings if finding.kind != "failed"]
+        if len(told) > MANY:
+            lines += [f"  {kind}: {code}: {number} entries" for (kind, code), number in counts(told).items()]
+        else:
+            lines += [f"  {finding}" for finding in told]
         said = {finding.entry for finding in self.findings}
         lines += [f"  {entry}: {note}" for entry, note in self.notes if entry not in said]
         actions = {finding.entry: finding.action for finding in self.findings if finding.kind == "failed"}
