@@ -30,7 +30,10 @@ class Plan:
             that kernel cannot express, and devices that its kernels do not run on, stay with ``sdpa`` (if on), else
             with the stock code or the kernel's reference.
         evofusion: what surrounds the attention (norms with projections, triangle updates, transitions, gates, the MSA
-            module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`.
+            module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`. Off until it
+            has been measured on a GPU.
+        graphs: the checkpointed blocks of Pairformer, MSA module and token transformer are captured as CUDA graphs,
+            once a block and shape. Off: it has not run on a GPU yet.
     """
 
     shared_conditioning: bool = True
@@ -41,6 +44,7 @@ class Plan:
     sdpa: bool = True
     evoflash3d: bool = True
     evofusion: bool = False
+    graphs: bool = False
 
     @classmethod
     def none(cls) -> Plan:

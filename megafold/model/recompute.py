@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 RECOMPUTES = "_megafold_recomputes"
+GRAPHS = "_megafold_graphs"
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
 GROUPED_FROM = 1536
@@ -28,6 +29,17 @@ def recomputed(function: Callable[..., Any], module: Module, *args: Any) -> Any:
     if not (torch.is_grad_enabled() and module.training and getattr(module, RECOMPUTES, False)):
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False)
+
+
+def in_blocks(self: Module, block: Callable[..., Any], layer: Any, *args: Any) -> Any:
+    """``block(layer, *args)``: its arguments are kept, its intermediate results computed again in the backward.
+
+    As a graph where ``self`` has some (see :mod:`megafold.model.graphs`) that run on the arguments' device.
+    """
+    graphs = getattr(self, GRAPHS, None)
+    if graphs is not None and graphs.runs(*args):
+        return graphs.run(block, layer, *args)
+    return checkpoint(block, layer, *args, use_reentrant=False)
 
 
 def transformer_blocks(
@@ -44,61 +56,98 @@ def transformer_blocks(
     The stock module keeps one before the attention and one before the transition.
     """
     first_values = None
-
-    def block(x: Tensor, single: Any, pairs: Any, residual: Tensor | None, layer: Any) -> tuple[Tensor, Tensor]:
-        linear_attention, routed_attention, attention, transition = layer
-        for module in (linear_attention, routed_attention):
-            if module is not None:
-                x = module(x, mask=mask) + x
-        out, values = attention(
-            x,
-            cond=single,
-            pairwise_repr=pairs,
-            mask=mask,
-            windowed_mask=windowed_mask,
-            return_values=True,
-            value_residual=residual,
-        )
-        x = x + out
-        x = transition(x, cond=single) + x
-        return (x, values) if self.add_value_residual else (x, None)
-
     for layer in self.layers:
-        noised_repr, values = checkpoint(
-            block, noised_repr, single_repr, pairwise_repr, first_values, layer, use_reentrant=False
-        )
-        first_values = values if first_values is None else first_values
+        context = (single_repr, pairwise_repr, mask, windowed_mask, first_values)
+        if self.add_value_residual and first_values is None:
+            noised_repr, first_values = in_blocks(self, _first_block, layer, noised_repr, *context)
+        else:
+            noised_repr = in_blocks(self, _transformer_block, layer, noised_repr, *context)
     return noised_repr
+
+
+def _transformer_block(layer: Any, *args: Any) -> Tensor:
+    return _first_block(layer, *args)[0]
+
+
+def _first_block(
+    layer: Any,
+    x: Tensor,
+    single: Any,
+    pairs: Any,
+    mask: Tensor | None,
+    windowed_mask: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    linear_attention, routed_attention, attention, transition = layer
+    for module in (linear_attention, routed_attention):
+        if module is not None:
+            x = module(x, mask=mask) + x
+    out, values = attention(
+        x,
+        cond=single,
+        pairwise_repr=pairs,
+        mask=mask,
+        windowed_mask=windowed_mask,
+        return_values=True,
+        value_residual=residual,
+    )
+    x = x + out
+    return transition(x, cond=single) + x, values
 
 
 def pairformer_blocks(
     self: Module, *, single_repr: Tensor, pairwise_repr: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``PairformerStack.to_checkpointed_layers`` (AF3 algorithm 17) for long structures: blocks checkpointed in groups.
+    """``PairformerStack.to_checkpointed_layers`` (AF3 algorithm 17): long structures in groups of blocks, or as graphs.
 
-    Shorter ones, value residuals and recurrent depth take the stock way.
+    Everything else, value residuals and recurrent depth take the stock way.
     """
-    stock_way = type(self).to_checkpointed_layers
-    if pairwise_repr.shape[1] < GROUPED_FROM or self.add_value_residual or self.recurrent_depth > 1:
+    graphs = getattr(self, GRAPHS, None)
+    is_long = pairwise_repr.shape[1] >= GROUPED_FROM and hasattr(self, RECOMPUTES)
+    replays = graphs is not None and graphs.runs(single_repr, pairwise_repr)
+    if not (is_long or replays) or self.add_value_residual or self.recurrent_depth > 1:
+        stock_way = type(self).to_checkpointed_layers
         return stock_way(self, single_repr=single_repr, pairwise_repr=pairwise_repr, mask=mask)
-
-    def block(single: Tensor, pairs: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
-        pair_block, attention, transition = layer
-        pairs = pair_block(pairs, mask=mask)
-        single = single + attention(single, pairwise_repr=pairs, mask=mask)
-        return transition(single) + single, pairs
 
     def group(single: Tensor, pairs: Tensor, layers: list[Any]) -> tuple[Tensor, Tensor]:
         for layer in layers:
-            single, pairs = checkpoint(block, single, pairs, layer, use_reentrant=False)
+            single, pairs = in_blocks(self, _pairformer_block, layer, single, pairs, mask)
         return single, pairs
 
     layers = list(self.layers)
+    if not is_long:
+        return group(single_repr, pairwise_repr, layers)
     for start in range(0, len(layers), GROUP):
         single_repr, pairwise_repr = checkpoint(
             group, single_repr, pairwise_repr, layers[start : start + GROUP], use_reentrant=False
         )
     return single_repr, pairwise_repr
+
+
+def _pairformer_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    pair_block, attention, transition = layer
+    pairs = pair_block(pairs, mask=mask)
+    single = single + attention(single, pairwise_repr=pairs, mask=mask)
+    return transition(single) + single, pairs
+
+
+def msa_blocks(
+    self: Module, *, pairwise_repr: Tensor, msa: Tensor, mask: Tensor | None = None, msa_mask: Tensor | None = None
+) -> Tensor:
+    """``MSAModule.to_checkpointed_layers`` (AF3 algorithm 8) with a block as the unit: pairs [b, N, N, C]."""
+    for layer in self.layers:
+        pairwise_repr, msa = in_blocks(self, _msa_block, layer, pairwise_repr, msa, mask, msa_mask)
+    return pairwise_repr
+
+
+def _msa_block(
+    layer: Any, pairs: Tensor, msa: Tensor, mask: Tensor | None, msa_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    outer_product, averaging, transition, pair_block = layer
+    pairs = outer_product(msa, mask=mask, msa_mask=msa_mask) + pairs
+    msa = averaging(msa=msa, pairwise_repr=pairs, mask=mask) + msa
+    msa = transition(msa) + msa
+    return pair_block(pairwise_repr=pairs, mask=mask), msa
 
 
 def relative_positions(self: Module, *, additional_molecule_feats: Tensor) -> Tensor:

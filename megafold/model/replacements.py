@@ -28,8 +28,9 @@ evofusion             OuterProductMean.forward                                fu
 evofusion             MSAPairWeightedAveraging.forward                        fused.pair_weighted
 evofusion             SmoothLDDTLoss.forward                                  fused.smooth_lddt
 evofusion             AttentionPairBias.forward                               attention.*, bias and windows by EvoFusion
-recompute             DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
-recompute             PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
+recompute, graphs     DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
+recompute, graphs     PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
+graphs                MSAModule.to_checkpointed_layers                        recompute.msa_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
 ====================  ======================================================  ==========================================
 
@@ -52,6 +53,7 @@ from torch.nn import Module
 
 from megafold.model import alignment, attend, attention, denoiser, diffusion, lddt, recompute, rollout, tokens
 from megafold.model.forward import Step, training_forward
+from megafold.model.graphs import BlockGraphs
 from megafold.model.plan import Plan
 from megafold.model.repeated import with_lazy_repeat
 
@@ -71,7 +73,6 @@ _BY_KIND: tuple[tuple[str, type[Module], str, Callable[..., Any], str], ...] = (
         recompute.transformer_blocks,
         "transformer blocks",
     ),
-    ("recompute", stock.PairformerStack, "to_checkpointed_layers", recompute.pairformer_blocks, "pair blocks"),
     ("recompute", stock.RelativePositionEncoding, "forward", recompute.relative_positions, "position encoding"),
 )
 
@@ -104,6 +105,8 @@ def replacements(
         yield from _sharing(model, plan, missed)
     yield from _sampling(model, plan, shares, missed)
     yield from _single_kinds(model, plan, missed)
+    if plan.recompute or plan.graphs:
+        yield from _stacks(model, plan, missed)
     if plan.evofusion:
         from megafold.model.fused import fuse
 
@@ -170,6 +173,9 @@ def _single_kinds(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterat
                 yield path, name, function, f"{kind} ({switch})"
     if plan.recompute and model.diffusion_module.token_transformer.checkpoint:
         yield "diffusion_module", recompute.RECOMPUTES, True, "diffusion conditioning (recompute)"
+    for path, module in model.named_modules():
+        if plan.recompute and isinstance(module, stock.PairformerStack):
+            yield path, recompute.RECOMPUTES, True, "groups of pair blocks (recompute)"
 
 
 def _way(plan: Plan, attn: Attention) -> attend.Attend:
@@ -187,6 +193,29 @@ def _ways(plan: Plan) -> dict[str, attend.Attend]:
 
 def _head_dim(attn: Attention) -> int:
     return attn.to_q.out_features // attn.split_heads.axes_lengths["h"]
+
+
+def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Replacement]:
+    """Stacks that work block by block, and the graphs of the largest of them."""
+    graphs, how = BlockGraphs() if plan.graphs else None, "graphs" if plan.graphs else "recompute"
+    if graphs is not None and model.device.type != "cuda":
+        missed.append(("", f"graphs: the model is on {model.device}; blocks run one operator at a time there"))
+    stacks: dict[str, tuple[str, Callable[..., Any]]] = {
+        "pairformer": ("to_checkpointed_layers", recompute.pairformer_blocks),
+        "confidence_head.pairformer_stack": ("to_checkpointed_layers", recompute.pairformer_blocks),
+        "diffusion_module.token_transformer": ("to_checkpointed_serial_layers", recompute.transformer_blocks),
+    }
+    if graphs is not None:
+        stacks["msa_module"] = ("to_checkpointed_layers", recompute.msa_blocks)
+    for path, (name, function) in stacks.items():
+        module = model.get_submodule(path)
+        if graphs is not None and path != "confidence_head.pairformer_stack":
+            if not module.checkpoint:
+                missed.append((path, "graphs: without checkpointing its blocks stay as they are"))
+                continue
+            yield path, recompute.GRAPHS, graphs, "graphs"
+        if not (plan.recompute and path == "diffusion_module.token_transformer"):
+            yield path, name, function, f"blocks ({how})"
 
 
 def _cannot_own_forward(model: stock.Alphafold3) -> str | None:

@@ -1,0 +1,163 @@
+"""Blocks as graphs: keys, buffers, random numbers and gradients, with recordings that are emulated on a CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from megafold.model.graphs import BlockGraphs, Emulated
+from megafold.model.plan import Plan
+
+CHECKPOINTED = {f"checkpoint_{part}": True for part in ("input_embedding", "trunk_pairformer", "diffusion_module")}
+DEEP = {"pairformer_stack": {"depth": 3}, "msa_module_kwargs": {"depth": 2}}
+DEEP |= {"diffusion_module_kwargs": {"token_transformer_depth": 2}}
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unused = torch.nn.Linear(4, 4), torch.nn.Linear(2, 2)
+
+
+def _block(layer, x, pair, mask):
+    (module,) = layer
+    y = torch.nn.functional.dropout(module.linear(x), 0.5) * pair[0]
+    return y.masked_fill(~mask, 0.0), x.detach().sum()
+
+
+def _inputs(rows=3):
+    g = torch.Generator().manual_seed(rows)
+    x, pair = (torch.randn(rows, 4, generator=g, requires_grad=True) for _ in range(2))
+    return x, (pair, 7), torch.rand(rows, 4, generator=g) < 0.8
+
+
+def _gradients(run, module, inputs):
+    torch.manual_seed(0)
+    out, total = run(inputs)
+    torch.randn(3)  # between forward and backward the generator moves on
+    gradients = torch.autograd.grad(out.square().sum(), [inputs[0], inputs[1][0], *module.linear.parameters()])
+    return [out, total, *gradients, torch.randn(1)]
+
+
+@pytest.fixture()
+def module():
+    torch.manual_seed(1)
+    return _Block()
+
+
+def test_a_replayed_block_draws_the_same_dropout_in_both_directions(module):
+    graphs, layer = BlockGraphs(Emulated()), [module]
+    for rows in (3, 3, 5, 3):  # recorded, replayed, another shape, replayed with other numbers
+        inputs = _inputs(rows)
+        expected = _gradients(lambda given: _block(layer, *given), module, inputs)
+        found = _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert graphs.shapes == 2
+
+
+def test_two_replays_may_wait_for_their_backward_at_once(module):
+    graphs, layer = BlockGraphs(Emulated()), [module]
+    first, second = _inputs(), [t.clone() if torch.is_tensor(t) else t for t in _inputs()]
+    second[0] = (second[0].detach() * 2).requires_grad_()
+    outs = [graphs.run(_block, layer, *given)[0] for given in (first, second)]
+    found = [torch.autograd.grad(out.sum(), given[0])[0] for out, given in zip(outs, (first, second))]
+    kept = [(out != 0).float() * 2 * first[1][0] for out in outs]
+    for gradient, factor in zip(found, kept):
+        torch.testing.assert_close(gradient, factor @ module.linear.weight)
+
+
+def test_shapes_not_used_for_longest_are_dropped(module):
+    graphs, layer = BlockGraphs(Emulated(), most=2), [module]
+    for rows in (3, 4, 3, 5):
+        graphs.run(_block, layer, *_inputs(rows))
+    assert graphs.shapes == 2
+    kept = {key[1][0][0][0] for key in graphs._shapes}
+    assert kept == {3, 5}
+    graphs.release()
+    assert graphs.shapes == 0
+
+
+def test_weights_that_moved_are_recorded_anew(module):
+    graphs, layer, inputs = BlockGraphs(Emulated()), [module], _inputs()
+    graphs.run(_block, layer, *inputs)
+    (shape,) = graphs._shapes.values()
+    before = shape._cells[id(layer)]
+    graphs.run(_block, layer, *inputs)
+    assert shape._cells[id(layer)] is before
+    module.linear.weight.data = module.linear.weight.data.clone()
+    graphs.run(_block, layer, *inputs)
+    assert shape._cells[id(layer)] is not before
+
+
+def test_other_numbers_precision_or_gradients_are_other_graphs(module):
+    graphs, layer = BlockGraphs(Emulated(), most=9), [module]
+    x, (pair, number), mask = _inputs()
+    graphs.run(_block, layer, x, (pair, number), mask)
+    graphs.run(_block, layer, x, (pair, 8), mask)
+    graphs.run(_block, layer, x.detach(), (pair, number), mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graphs.run(_block, layer, x, (pair, number), mask)
+    assert graphs.shapes == 4
+    assert copy.deepcopy(graphs).shapes == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
+def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, make_batch, step):
+    from megafold.model import replacements
+    from megafold.model.optimize import optimize
+
+    model, batch = make_model(**CHECKPOINTED, **DEEP), make_batch(9, 7)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    optimize(model, Plan(evofusion=True))
+    expected = step(model, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
+        report = optimize(model, Plan(evofusion=True, graphs=True))
+    assert report.replaced["graphs"] == 3
+    for _ in range(2):
+        found = step(model, batch)
+        torch.testing.assert_close(found[0], expected[0])
+        assert found[1].keys() == expected[1].keys()
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
+    assert model.pairformer._megafold_graphs.shapes > 2
+
+
+def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, step):
+    from megafold.model.optimize import optimize
+
+    model, batch = make_model(**CHECKPOINTED), make_batch(7)
+    optimize(model, Plan())
+    expected = step(model, batch)
+    report = optimize(model, Plan(graphs=True))
+    assert ("", "graphs: the model is on cpu; blocks run one operator at a time there") in report.not_replaced
+    found = step(model, batch)
+    assert torch.equal(found[0], expected[0])
+    missed = optimize(make_model(), Plan(graphs=True)).not_replaced
+    assert [path for path, reason in missed if "without checkpointing" in reason] == [
+        *("pairformer", "diffusion_module.token_transformer", "msa_module")
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
+def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch, step):
+    from megafold.model.optimize import optimize
+
+    model, batch = make_model(**CHECKPOINTED, **DEEP).cuda(), {k: v.cuda() for k, v in make_batch(33).items()}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    optimize(model, Plan())
+    expected = step(model, batch)
+    assert optimize(model, Plan(graphs=True)).replaced["graphs"] == 3
+    for _ in range(3):
+        found = step(model, batch)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-4, msg=name)
