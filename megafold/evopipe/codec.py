@@ -19,7 +19,7 @@ import numpy as np
 from megafold.evopipe.layout import ARRAYS, Entry
 
 LEVEL = 6  # of deflate; docs/cache.md holds the measurement behind this and the shape of the blocks
-MSA_BLOCK = (1024, 128)  # rows, columns: a crop reads the columns that it needs
+MSA_BLOCK = (1024, 256)  # rows, columns: a crop reads the columns that it needs
 BLOCK_BYTES = 1 << 22  # of any other array
 MAX_RATIO = 1032  # deflate cannot do better, so whoever claims more is lying
 MAX_BYTES = 1 << 34  # of one array, decompressed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import multiprocessing
 import os
 import re
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, build, cache, layout
+from megafold.evopipe import alignments, build, cache, layout, merge
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.maker import Maker
@@ -145,7 +146,7 @@ def test_interrupted_build_is_resumed(folder, tmp_path, monkeypatch, moment):
         """Stands for the end of the process (which test_evopipe_killed.py brings about)."""
 
     out = tmp_path / "c.h5"
-    make, merge = Maker._make, build.merge
+    make, write_index = Maker._make, build.merge
 
     def make_one(self, name, path):
         if name.startswith("2q2k") and "second" in moment:
@@ -161,7 +162,7 @@ def test_interrupted_build_is_resumed(folder, tmp_path, monkeypatch, moment):
         build_quietly(folder, out)
     assert StructureCache(out).entries() == [] and cache.verify(out) == []
     monkeypatch.setattr(Maker, "_make", make)
-    monkeypatch.setattr(build, "merge", merge)
+    monkeypatch.setattr(build, "merge", write_index)
     report = build_quietly(folder, out)
     everything = ["1ubq-assembly1", "2q2k-assembly1"]
     assert report.built == (everything[1:] if "second" in moment else [])  # what was finished is not made again
@@ -189,6 +190,38 @@ def test_several_workers_make_the_same_cache(folder, tmp_path):
         one, other = a.read("2q2k-assembly1"), b.read("2q2k-assembly1")
     assert all(np.array_equal(one.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
     assert not list(tmp_path.glob(".*"))  # no shard is left
+
+
+def test_parts_are_made_apart_and_merged(folder, sample, tmp_path):
+    """As tasks of a cluster do it; a task that is started again makes nothing anew, and no part writes the index."""
+    out = tmp_path / "c.h5"
+    shutil.copy(sample.mmcif / "1kd8.cif", folder.mmcif)
+    (folder.mmcif / "9bad.cif").write_text("no structure")
+    made = [build_quietly(folder, out, part=(number, 2)) for number in (1, 2)]
+    assert [report.built for report in made] == [["1kd8-assembly1", "2q2k-assembly1"], ["1ubq-assembly1"]]
+    assert StructureCache(out).entries() == []
+    again = build_quietly(folder, out, part=(1, 2))
+    assert again.built == [] and again.skipped == made[0].built
+    merged = merge.merge(out)
+    assert StructureCache(out).entries() == ["1kd8-assembly1", "1ubq-assembly1", "2q2k-assembly1"]
+    assert merged.problems == [] and cache.verify(out) == []
+    assert [one.kind for one in merged.findings["9bad-assembly1"]] == ["failed"]
+    listed = [json.loads(line) for line in merge.report_path(out).read_text().splitlines()]
+    assert {"9bad-assembly1", "1ubq-assembly1"} <= {line["entry"] for line in listed}
+    assert all(line["file"] and line["reason"] for line in listed)
+    with pytest.raises(ValueError, match="part"):
+        build_quietly(folder, out, part=(3, 2))
+
+
+def test_entry_of_547_tokens_and_1024_rows_a_chain_fits_into_3_mb(shared_data, tmp_path):
+    name = "7a4d-assembly1"
+    structure = shared_data / "mmcif" / f"{name}.cif.gz"
+    source = DataSource("folders", structure, shared_data / "msa", shared_data / "templates")
+    build_cache(source, tmp_path / "c.h5", msa_depth=1024, progress=False)
+    with StructureCache(tmp_path / "c.h5") as reader:
+        assert int(reader.row(name)["tokens"]) >= 547 and reader.msa_depth(name) == 1024
+        assert int(reader.row(name)["bytes"]) <= 3e6
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.h5") if path.is_file()) <= 3e6
 
 
 @pytest.fixture
