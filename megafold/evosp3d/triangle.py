@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 def triangle_multiplication(self: Module, x: Tensor, mask: Tensor | None = None, *, shards: Shards) -> Tensor:
     """``TriangleMultiplication.forward``: x [b, n, N, d], mask [b, N] -> [b, n, N, d]."""
     name, total = "triangle_multiplication", x.shape[2]
-    operands = project_operands(self, x, mask, shards)
-    width = operands.shape[-1]
-    flight = start(Exchange(split=4, split_total=width, join=1, join_total=total), operands, shards, name)
+    # Channels first: what packs the message also makes each channel a matrix.
+    operands = project_operands(self, x, mask, shards).permute(0, 3, 4, 1, 2)
+    width = operands.shape[2]
+    flight = start(Exchange(split=2, split_total=width, join=3, join_total=total), operands, shards, name)
     gate = self.out_gate(x).sigmoid()
-    left, right = flight.wait().unbind(3)
+    left, right = flight.wait().unbind(1)
     product = triangle_product(left, right, outgoing=_is_outgoing(self))
-    product = run(Exchange(split=1, split_total=total, join=3, join_total=width), product, shards, name)
-    return self.to_out(self.to_out_norm(product)) * gate
+    product = run(Exchange(split=2, split_total=total, join=1, join_total=width), product, shards, name)
+    return self.to_out(self.to_out_norm(product.permute(0, 2, 3, 1))) * gate
 
 
 def project_operands(self: Module, x: Tensor, mask: Tensor | None, shards: Shards) -> Tensor:
@@ -53,11 +54,9 @@ def project_operands(self: Module, x: Tensor, mask: Tensor | None, shards: Shard
 
 
 def triangle_product(left: Tensor, right: Tensor, *, outgoing: bool) -> Tensor:
-    """All rows and columns of some channels, both [b, N, N, h'] -> sum over the third edge [b, N, N, h']."""
-    left, right = (t.permute(0, 3, 1, 2) for t in (left, right))
+    """All rows and columns of some channels, both [b, h', N, N] -> sum over the third edge [b, h', N, N]."""
     # outgoing: l[i, k] r[j, k]; incoming: l[k, j] r[k, i]
-    product = left @ right.transpose(-1, -2) if outgoing else right.transpose(-1, -2) @ left
-    return product.permute(0, 2, 3, 1)
+    return left @ right.transpose(-1, -2) if outgoing else right.transpose(-1, -2) @ left
 
 
 def triangle_attention(
