@@ -124,10 +124,9 @@ def build_cache(
         work = work[part[0] - 1 :: part[1]]
     prepare_cache(out, msa_depth)
     report, memory = BuildReport(out, workers=max(1, min(workers, len(work)))), []
-    if part is None or part[0] == 1:
-        for finding in source.passed_over():
-            report.findings.append(finding)
-            report.failed.append((finding.file, finding.entry, finding.reason))
+    others = source.passed_over() if part is None or part[0] == 1 else []
+    report.findings += others
+    report.failed += [(finding.file, finding.entry, finding.reason) for finding in others]
     job = source, out, msa_depth, _not_indexed(out, msa_depth or 0), work, memory
     results = in_process(*job) if workers <= 1 else in_workers(*job, workers=workers, timeout=timeout)
     notes: dict[str, tuple[Finding, ...]] = {}
@@ -143,7 +142,7 @@ def build_cache(
         results.close()
         report.built.sort(), report.skipped.sort(), report.failed.sort()
         if part is None:
-            merge(out, msa_depth or 0)
+            merge(out, msa_depth or 0, others)
     report.seconds, report.memory = time.monotonic() - started, max(memory, default=0.0)
     if part is None and report.built:
         with cache.StructureCache(out) as reader:

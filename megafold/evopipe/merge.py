@@ -8,7 +8,7 @@ several that finish at once has everything.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +45,13 @@ def report_path(cache: Path) -> Path:
     return Path(cache).with_name(f"{Path(cache).name}.report.jsonl")
 
 
-def merge(path: Path, msa_depth: int | None = None) -> MergeReport:
+def merge(path: Path, msa_depth: int | None = None, others: Sequence[Finding] = ()) -> MergeReport:
     """Write the index of all finished shards, and the report.
 
     Args:
         path: the cache.
         msa_depth: its alignment rows (0: all); by default what its index, or the first readable shard, says.
+        others: findings about files that no entry was made of, for the report.
 
     Raises:
         InputError: there is neither an index nor a shard. StorageError: the index cannot be written.
@@ -72,7 +73,8 @@ def merge(path: Path, msa_depth: int | None = None) -> MergeReport:
         rows, used = newest(tables)
         write_index(path, rows, used, msa_depth)
         report.entries, report.shards, report.findings = len(rows), len(used), findings(tables)
-        lines = (json.dumps(one.to_json()) + "\n" for name in sorted(report.findings) for one in report.findings[name])
+        told = [one for name in sorted(report.findings) for one in report.findings[name]]
+        lines = (json.dumps(one.to_json()) + "\n" for one in [*told, *others])
         shards.write_file(report_path(path), "".join(lines).encode())
 
 
