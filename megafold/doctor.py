@@ -17,7 +17,7 @@ def diagnose(memory: int | None = None) -> str:
     lines += [f"peer {name}: {_version(name) or 'not installed (make baselines)'}" for name in PEERS]
     lines += _devices()
     if memory is not None:
-        from megafold.metrics.memory_model import memory_lines
+        from megafold.model.footprint import memory_lines
 
         lines += memory_lines(memory)
     return "\n".join(lines)

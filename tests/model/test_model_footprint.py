@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megafold.metrics import memory_model
-from megafold.metrics.memory_model import GIB, memory_lines, predict_memory
+from megafold.model import footprint
+from megafold.model.footprint import GIB, memory_lines, predict_memory
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
 
@@ -22,7 +22,7 @@ PLANS = {
 
 
 def _predicted(n_tokens: int, plan: Plan, **changes):
-    kwargs = {"parameters": memory_model.PARAMETERS["paper"], "n_tokens": n_tokens, **changes}
+    kwargs = {"parameters": footprint.PARAMETERS["paper"], "n_tokens": n_tokens, **changes}
     return predict_memory(preset("paper"), plan, **kwargs)
 
 
@@ -74,6 +74,6 @@ def test_its_constants_are_the_models():
     from megafold.model import recompute
     from megafold.model.build import build_model
 
-    assert (memory_model.GROUPED_FROM, memory_model.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
+    assert (footprint.GROUPED_FROM, footprint.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
     built = sum(parameter.numel() for parameter in build_model("paper").parameters())
-    assert {"paper": built} == memory_model.PARAMETERS
+    assert {"paper": built} == footprint.PARAMETERS
