@@ -68,13 +68,13 @@ KERNELS = {
     "triangle_output_gradient": Kernel(
         "triangle_multiplication.kernels",
         "output_gradient_kernel",
-        (*TRIANGLE, "grad_out", "grad_product", "grad_projected", "grad_gate"),
+        (*TRIANGLE, "grad_out", "grad_product", "grads"),
         SHARED,
     ),
     "triangle_input_gradient": Kernel(
         "triangle_multiplication.kernels",
         "input_gradient_kernel",
-        (*TRIANGLE, "grad_out", "grad_operands", "grad_gates", "grad_gate", "grad_x"),
+        (*TRIANGLE, "grad_out", "grads", "grad_x"),
         SHARED,
     ),
     "norm_project": Kernel("norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS),
@@ -114,6 +114,30 @@ KERNELS = {
     "smooth_lddt": Kernel("smooth_lddt.kernels", "score_kernel", (), SHARED, PAIRS, matrix=False),
     "smooth_lddt_gradient": Kernel("smooth_lddt.kernels", "gradient_kernel", (), SHARED, PAIRS, matrix=False),
 }
+ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bias", "grad_x", "grad_pre", "y", "grad_y")
+FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True, "TWO": True}
+THROUGH_NORM = ("weight0", "weight1", "gamma", "beta", "grad0", "grad1", "grad_gamma", "grad_beta")
+SUMS = {"products": "*fp32:16", "sums": "*fp32:16"}
+FIXED = {
+    # Kernels with one configuration everywhere: over whole rows of 801 elements, or over blocks of them.
+    "through_norm": (
+        Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 16}, SUMS, matrix=False),
+        {"block_o": 64},
+    ),
+    **{
+        name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)
+        for name, config in (
+            ("normalize", {"block_l": 4}),
+            ("normalize_gradient", {"block_l": 4}),
+            ("scale_shift", {"block_l": 4}),
+            ("scale_shift_gradient", {"block_l": 4}),
+            ("swiglu", {"block_l": 4}),
+            ("swiglu_gradient", {"block_l": 4}),
+            ("gate", {"block_l": 4}),
+            ("gate_gradient", {"block_l": 4}),
+        )
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -131,7 +155,7 @@ class Case:
 
     def compile(self) -> OfflineKernel:
         """Compile at sizes that are multiples of 16, as the shapes of training are."""
-        entry = KERNELS[self.kernel]
+        entry = KERNELS[self.kernel] if self.kernel in KERNELS else FIXED[self.kernel][0]
         kernel = getattr(importlib.import_module(f"megafold.evofusion.{entry.module}"), entry.name)
         sizes = {"width": self.width, "head": max(16, self.width // 2)}
         constants = {name: sizes.get(value, value) for name, value in entry.constants.items()}
@@ -150,7 +174,7 @@ class Case:
 
 def cases(full: bool = False) -> Iterator[Case]:
     """Cases of the shipped tables: each kernel in bf16 at the width of pairs, on the oldest architecture of each vendor
-    also in fp32; with `full` all dtypes and the narrowest width too."""
+    also in fp32, and what has one configuration everywhere; with `full` all dtypes and narrower widths too."""
     for arch in triton_support.ARCHITECTURES:
         for kernel, by_bits in triton_support.shipped_table("evofusion", arch)["configs"].items():
             for bits, config in by_bits.items():
@@ -161,6 +185,9 @@ def cases(full: bool = False) -> Iterator[Case]:
                 for dtype in dtypes:
                     for width in (16, 64, 128) if full else (128,):
                         yield Case(arch, kernel, dtype, width, config)
+        if full or arch in ("sm_80", "gfx90a"):
+            for kernel, (_, config) in FIXED.items():
+                yield Case(arch, kernel, "bf16", 128, {**config, "num_warps": 4, "num_stages": 1})
 
 
 def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:
@@ -170,7 +197,7 @@ def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:
         found.append(f"spills {compiled.spill_bytes} bytes")
     if compiled.shared_bytes > shared_cap:
         found.append(f"needs {compiled.shared_bytes} bytes of shared memory, the cap is {shared_cap}")
-    if KERNELS[case.kernel].matrix and not compiled.matrix_instructions:
+    if case.kernel in KERNELS and KERNELS[case.kernel].matrix and not compiled.matrix_instructions:
         found.append("has no matrix instruction")
     if compiled.swap_loops:
         found.append("has a compare-and-swap loop")

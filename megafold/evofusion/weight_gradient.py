@@ -7,6 +7,7 @@ LayerNorm's parameters cost nothing more, and x_hat is made anew from x.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,15 @@ from megafold import triton_support
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options
 from megafold.evofusion.tiles import normalize
 
+NORM_BLOCK = {"BLOCK_O": 64, "BLOCK_C": 16}
 SUM_COLUMNS = 8
 """Columns behind those of G; the first holds s. Eight keep the rows aligned."""
 
 
 @triton.jit
 def weight_gradient_kernel(
-    a, x, partial, a_outer, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
-    GROUPS, L, tiles, tiles_a_program, a_split, blocks_o, blocks_c, OUTPUTS, C, eps,
+    a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
+    GROUPS, L, tiles, tiles_a_program, blocks_o, blocks_c, OUTPUTS, C, eps,
     BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
     NORM: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,8 +42,7 @@ def weight_gradient_kernel(
     o = tl.arange(0, BLOCK_O)
     c = c_start + tl.arange(0, BLOCK_C)
     known = (o_start + o) < OUTPUTS
-    a_base = a + (o_start // a_split).to(tl.int64) * a_outer
-    o_inner = (o_start % a_split + o).to(tl.int64)
+    columns = (o_start + o).to(tl.int64)
     blocks_l = tl.cdiv(L, BLOCK_L)
     acc = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
     sums = tl.zeros([BLOCK_O], tl.float32)
@@ -53,11 +54,11 @@ def weight_gradient_kernel(
         at = tl.arange(0, BLOCK_L)
         inside = (start + at) < L
         if A_COLUMNS:
-            pointers = a_base + b * a_b + i * a_i + start + o_inner[:, None] * a_s + at[None, :]
+            pointers = a + b * a_b + i * a_i + start + columns[:, None] * a_s + at[None, :]
             a_mask = inside[None, :] if EVEN_O else inside[None, :] & known[:, None]
             a_tile = tl.load(pointers, mask=a_mask, other=0.0)
         else:
-            pointers = a_base + b * a_b + i * a_i + start.to(tl.int64) * a_s + at[:, None] * a_s + o_inner[None, :]
+            pointers = a + b * a_b + i * a_i + start.to(tl.int64) * a_s + at[:, None] * a_s + columns[None, :]
             a_mask = inside[:, None] if EVEN_O else inside[:, None] & known[None, :]
             a_tile = tl.trans(tl.load(pointers, mask=a_mask, other=0.0))
         if X_COLUMNS:
@@ -84,7 +85,6 @@ class Operand:
     Attributes:
         tensor: its storage. b, i: distances of structures and groups. step: distance of rows, or with `columns`, where
             the rows of a group are contiguous for each column, of columns.
-        split, outer: with several matrices side by side: columns in each, and their distance.
     """
 
     tensor: Tensor
@@ -92,8 +92,6 @@ class Operand:
     i: int
     step: int
     columns: bool = False
-    split: int = 1 << 30
-    outer: int = 0
 
 
 def by_rows(x: Tensor) -> Operand:
@@ -140,15 +138,13 @@ class Rows:
     ) -> None:
         """Sum a^T x over all rows (of `length`, if given, instead of all) into rows `first`.. of the gradient."""
         block_c, length = self._block_c(norm), length or self.length
-        block_o = max(16, min(self.config["block_o"], 1 << (min(columns, a.split) - 1).bit_length()))
-        if a.split % block_o:  # a block does not reach into the next matrix
-            block_o = block(self.config, "block_o", a.split)
+        block_o = max(16, min(self.config["block_o"], 1 << (columns - 1).bit_length()))
         blocks_o, blocks_c = ceil_div(columns, block_o), self.inputs // block_c
         partial = self.partial[share, :, first:]
         tiles = self.batch * self.groups * ceil_div(length, self.block_l)
         weight_gradient_kernel[(blocks_o * blocks_c * self.splits,)](
-            a.tensor, x.tensor, partial, a.outer, a.b, a.i, a.step, x.b, x.i, x.step, partial.stride(0),
-            partial.stride(1), self.groups, length, tiles, self.tiles_a_program, a.split, blocks_o, blocks_c,
+            a.tensor, x.tensor, partial, a.b, a.i, a.step, x.b, x.i, x.step, partial.stride(0),
+            partial.stride(1), self.groups, length, tiles, self.tiles_a_program, blocks_o, blocks_c,
             columns, self.inputs, EPS, BLOCK_L=self.block_l, BLOCK_O=block_o, BLOCK_C=block_c,
             EVEN_O=columns % block_o == 0, NORM=norm, A_COLUMNS=a.columns, X_COLUMNS=x.columns,
             PRECISION=triton_support.float32_precision(), **options(self.config),
@@ -160,17 +156,59 @@ class Rows:
         return total[:, : self.inputs], total[:, self.inputs : self.inputs + 1]
 
 
-def through_norm(
-    products: Tensor, sums: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dW in fp32, d(gamma) and d(beta) from `Rows.finish`, the weight of the forward and the LayerNorm's parameters.
+@triton.jit
+def through_norm_kernel(
+    products, sums, weight0, weight1, gamma, beta, grad0, grad1, grad_gamma, grad_beta, p_o, s_o, OUTPUTS, FIRST, C,
+    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BETA: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_C columns of the weights' gradients, FIRST rows in the first weight, and their part of those
+    of gamma and beta."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    scale = tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    of_gamma = tl.zeros([BLOCK_C], tl.float32)
+    of_beta = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(0, OUTPUTS, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
+        g = tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
+        s = tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)[:, None]
+        at = o[:, None] * C + c[None, :]
+        in_first = inside & (o < FIRST)[:, None]
+        w = tl.load(weight0 + at, mask=in_first, other=0.0).to(tl.float32)
+        grad = g * scale
+        if HAS_BETA:
+            grad += s * tl.load(beta + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        tl.store(grad0 + at, grad.to(grad0.dtype.element_ty), mask=in_first)
+        if TWO:
+            at = at - FIRST * C
+            in_second = inside & (o >= FIRST)[:, None]
+            w += tl.load(weight1 + at, mask=in_second, other=0.0).to(tl.float32)
+            tl.store(grad1 + at, grad.to(grad1.dtype.element_ty), mask=in_second)
+        of_gamma += tl.sum(w * g, 0)
+        of_beta += tl.sum(w * s, 0)
+    tl.store(grad_gamma + c, of_gamma.to(grad_gamma.dtype.element_ty), mask=c < C)
+    if HAS_BETA:
+        tl.store(grad_beta + c, of_beta.to(grad_beta.dtype.element_ty), mask=c < C)
 
-    Where beta is absent (None), its gradient is None.
+
+def through_norm(
+    products: Tensor, sums: Tensor, weights: Sequence[Tensor], gamma: Tensor, beta: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Gradients of one or two weights, one below the other in `products`, and of the LayerNorm's parameters.
+
+    Args:
+        products, sums: from `Rows.finish`, fp32. weights: as the parameters are.
+
+    Returns:
+        A gradient for each weight, d(gamma) and, unless beta is None, d(beta), in the dtypes of the parameters.
     """
-    weight = weight.float()
-    grad = products * gamma.float()
-    if beta is not None:
-        grad = grad.addcmul_(sums, beta.float())
-    d_gamma = (weight * products).sum(0).to(gamma.dtype)
-    d_beta = None if beta is None else (weight * sums).sum(0).to(beta.dtype)
-    return grad, d_gamma, d_beta
+    first, second = weights[0].contiguous(), weights[-1].contiguous()
+    grads = [torch.empty_like(first), torch.empty_like(second)]
+    grad_gamma, grad_beta = torch.empty_like(gamma), torch.empty_like(gamma if beta is None else beta)
+    outputs, width = products.shape
+    through_norm_kernel[(ceil_div(width, NORM_BLOCK["BLOCK_C"]),)](
+        products, sums, first, second, gamma, gamma if beta is None else beta, *grads, grad_gamma, grad_beta,
+        products.stride(0), sums.stride(0), outputs, first.shape[0], width, HAS_BETA=beta is not None,
+        TWO=len(weights) == 2, **NORM_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return (*grads[: len(weights)], grad_gamma, *([] if beta is None else [grad_beta]))

@@ -82,16 +82,11 @@ def adaptive_norm_backward(
             grad_cond = normalized_gradient(cond, grad_pre @ weights)
             products = (grad_pre.mT @ source)[:, : cond.shape[1]].float()
             totals = grad_pre.sum(0, dtype=torch.float32).unsqueeze(1)
-        joined = torch.cat((gamma_weight, beta_weight)).to(dtype)
-        grad_weights, grad_cond_gamma, _ = through_norm(products, totals, joined, cond_norm_weight, None)
-    return (
-        grad_x,
-        grad_cond,
-        grad_cond_gamma,
-        grad_weights[:width].to(gamma_weight.dtype),
-        totals[:width, 0].to(gamma_bias.dtype),
-        grad_weights[width:].to(beta_weight.dtype),
-    )
+        grad_gamma_weight, grad_beta_weight, grad_cond_gamma = through_norm(
+            products, totals, (gamma_weight, beta_weight), cond_norm_weight, None
+        )
+    grad_gamma_bias = totals[:width, 0].to(gamma_bias.dtype)
+    return grad_x, grad_cond, grad_cond_gamma, grad_gamma_weight, grad_gamma_bias, grad_beta_weight
 
 
 def condition_gate(

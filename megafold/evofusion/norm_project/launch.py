@@ -77,18 +77,20 @@ def backward(
             columns = Operand(heads, number * length, 0, length, columns=True)
             sums.add(columns, flat, number, count * outputs, norm=True)
         products, totals = sums.finish()
-        used = [t for t, size in ((w, outputs), (w_heads, number)) if size]
-        joined = used[0] if len(used) == 1 else torch.cat(used)
-        grad_weights, grad_gamma, grad_beta = through_norm(products, totals, joined, norm_weight, norm_bias)
+        given = [t for t in (weight, head_weight) if t is not None]
+        *grad_weights, grad_gamma, grad_beta = (
+            *through_norm(products, totals, given, norm_weight, norm_bias),
+            *([] if norm_bias is not None else [x.new_empty(0)]),
+        )
     none = x.new_empty(0)
     split = count * outputs
     return (
         grad_x,
         grad_gamma,
-        none if grad_beta is None else grad_beta,
-        grad_weights[:split].to(weight.dtype) if split else none,
+        grad_beta,
+        none if weight is None else grad_weights[0],
         none if bias is None else totals[:split, 0].to(bias.dtype),
-        grad_weights[split:].to(head_weight.dtype) if number else none,
+        grad_weights[-1] if number else none,
     )
 
 

@@ -63,12 +63,11 @@ def backward(
         grad_x, grad_in, sums, grad_out_weight = run(
             grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
         )
-    none = x.new_empty(0)
-    grads = (grad_in, none, none)
-    if norm_weight is not None:
-        grads = through_norm(grad_in, sums, in_weight.to(dtype), norm_weight, norm_bias)
+        grads = (grad_in.to(in_weight.dtype), x.new_empty(0), x.new_empty(0))
+        if norm_weight is not None:
+            grads = through_norm(grad_in, sums, (in_weight,), norm_weight, norm_bias)
     grad_in, grad_gamma, grad_beta = grads
-    return (grad_x, grad_gamma, grad_beta, grad_in.to(in_weight.dtype), grad_out_weight.to(out_weight.dtype))
+    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.to(out_weight.dtype)
 
 
 def is_wide(x: Tensor, in_weight: Tensor) -> bool:

@@ -1,9 +1,12 @@
-"""Kernels of triangle multiplication. Operands of the batched product are [B, 2 C, P, P], rows padded to P with zeros.
+"""Kernels of triangle multiplication. Operands of the batched product are channels of [B, channels, P, P], rows padded
+to P with zeros.
 
 `project_kernel`         left and right operands from x: LayerNorm, gated projections, mask.
 `output_kernel`          LayerNorm of the product, output projection, gate, shared dropout, residual.
 `output_gradient_kernel` gradient of the product; gradients of the output projection and of the gate for the weights.
 `input_gradient_kernel`  gradient of x; gradients of values and gates of the projections, in place of the operands'.
+
+The two gradient kernels share [B, 5 C, P, P]: what the weights' gradients need, in the order of the weights' rows.
 """
 
 from __future__ import annotations
@@ -60,10 +63,10 @@ def _dropped(dropped, b, i, j, length, d_b, d_i, d_j, column, BLOCK: tl.constexp
 
 @triton.jit
 def project_kernel(
-    x, gamma, beta, w, mask, operands, N, P, eps,
+    x, gamma, beta, w, mask, operands, first, channels, N, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L elements of a row, all channels of both operands. w [4 C, C]: values, then gates."""
+    """One program: BLOCK_L elements of a row, both operands, from channel `first`. w [4 C, C]: values, then gates."""
     b, i, j, length, row = _place(N, P, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, j, length, C, 0, C), eps, 1)
     normed = tl.trans(affine(x_hat, gamma, beta, C, True).to(w.dtype.element_ty))
@@ -72,7 +75,7 @@ def project_kernel(
         values = tl.dot(load_weight(w, o, C, BLOCK_O, C), normed, input_precision=PRECISION)
         gates = tl.dot(load_weight(w, 2 * C + o, C, BLOCK_O, C), normed, input_precision=PRECISION)
         operand = tl.where(keep[None, :], values * sigmoid(gates), 0.0)
-        offsets = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 2 * C, P)
+        offsets = _column_offsets(b, first + o + tl.arange(0, BLOCK_O), i, channels, P)
         tl.store(operands + offsets[:, None] + j[None, :], operand.to(operands.dtype.element_ty), mask=(j < P)[None, :])
 
 
@@ -107,12 +110,12 @@ def output_kernel(
 @triton.jit
 def output_gradient_kernel(
     grad_out, x, gamma, beta, w_gate, product, out_gamma, out_beta, w_out, dropped,
-    grad_product, grad_projected, grad_gate, d_b, d_i, d_j, N, P, eps,
+    grad_product, grads, d_b, d_i, d_j, N, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_DROPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L elements of a row. grad_projected, grad_gate [B, N, N, C]: of LN(product) W_out^T and of the
-    gate before its sigmoid."""
+    """One program: BLOCK_L elements of a row. The gradient of LN(product) W_out^T goes to the first C channels of grads
+    [B, 5 C, P, P], that of the gate before its sigmoid to the last C."""
     b, i, j, length, row = _place(N, P, BLOCK_L)
     c = tl.arange(0, C)
     offsets = _column_offsets(b, c, i, C, P)
@@ -132,10 +135,12 @@ def output_gradient_kernel(
         upstream = load_rows(grad_out, row, j, length, C, o, BLOCK_O)
         if HAS_DROPPED:
             upstream *= _dropped(dropped, b, i, j, length, d_b, d_i, d_j, o, BLOCK_O)
-        store_rows(grad_gate, row, j, length, C, o, upstream * projected * gate * (1.0 - gate), BLOCK_O)
-        upstream = (upstream * gate).to(w.dtype)
-        store_rows(grad_projected, row, j, length, C, o, upstream, BLOCK_O)
-        grad = tl.dot(tl.trans(w), tl.trans(upstream), grad, input_precision=PRECISION)
+        at = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        of_gate = tl.trans((upstream * projected * gate * (1.0 - gate)).to(w.dtype))
+        tl.store(grads + at + tl.cast(4 * C, tl.int64) * P * P, of_gate, mask=(j < P)[None, :])
+        upstream = tl.trans((upstream * gate).to(w.dtype))
+        tl.store(grads + at, upstream, mask=(j < P)[None, :])
+        grad = tl.dot(tl.trans(w), upstream, grad, input_precision=PRECISION)
     # Read and normalised again: kept through the loop it would take the registers that the products need.
     columns = tl.load(product + offsets[:, None] + j[None, :], mask=(j < P)[None, :], other=0.0)
     p_hat, rstd = normalize(columns.to(tl.float32), eps, 0)
@@ -147,12 +152,13 @@ def output_gradient_kernel(
 
 @triton.jit
 def input_gradient_kernel(
-    grad_out, x, gamma, beta, w, w_gate, mask, grad_operands, grad_gates, grad_gate, grad_x, N, P, eps,
+    grad_out, x, gamma, beta, w, w_gate, mask, grads, grad_x, N, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_MASK: tl.constexpr,
     RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L elements of a row. grad_operands [B, 2 C, P, P] becomes the gradient of the values, and
-    grad_gates that of the gates before their sigmoid; grad_gate [B, N, N, C] is that of the output gate."""
+    """One program: BLOCK_L elements of a row. The first 2 C channels of grads [B, 5 C, P, P] hold the gradients of the
+    operands and become those of the values; the next 2 C become those of the gates before their sigmoid, and the last C
+    hold that of the output gate."""
     b, i, j, length, row = _place(N, P, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, j, length, C, 0, C), eps, 1)
     normed = tl.trans(affine(x_hat, gamma, beta, C, True).to(w.dtype.element_ty))
@@ -163,17 +169,18 @@ def input_gradient_kernel(
         w_gates = load_weight(w, 2 * C + o, C, BLOCK_O, C)
         values = tl.dot(w_values, normed, input_precision=PRECISION)
         gates = sigmoid(tl.dot(w_gates, normed, input_precision=PRECISION))
-        offsets = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 2 * C, P)[:, None] + j[None, :]
-        upstream = tl.load(grad_operands + offsets, mask=keep[None, :], other=0.0).to(tl.float32)
+        offsets = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        upstream = tl.load(grads + offsets, mask=keep[None, :], other=0.0).to(tl.float32)
         grad_v = (upstream * gates).to(w.dtype.element_ty)
-        tl.store(grad_operands + offsets, grad_v, mask=(j < P)[None, :])
+        tl.store(grads + offsets, grad_v, mask=(j < P)[None, :])
         grad = tl.dot(tl.trans(grad_v), w_values, grad, input_precision=PRECISION)
         grad_g = (upstream * values * gates * (1.0 - gates)).to(w.dtype.element_ty)
-        tl.store(grad_gates + offsets, grad_g, mask=(j < P)[None, :])
+        tl.store(grads + offsets + tl.cast(2 * C, tl.int64) * P * P, grad_g, mask=(j < P)[None, :])
         grad = tl.dot(tl.trans(grad_g), w_gates, grad, input_precision=PRECISION)
     for o in range(0, C, BLOCK_O):
-        upstream = load_rows(grad_gate, row, j, length, C, o, BLOCK_O).to(w.dtype.element_ty)
-        grad = tl.dot(upstream, load_weight(w_gate, o, C, BLOCK_O, C), grad, input_precision=PRECISION)
+        offsets = _column_offsets(b, 4 * C + o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        upstream = tl.load(grads + offsets, mask=(j < P)[None, :], other=0.0)
+        grad = tl.dot(tl.trans(upstream), load_weight(w_gate, o, C, BLOCK_O, C), grad, input_precision=PRECISION)
     grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
     x_hat, rstd = normalize(load_rows(x, row, j, length, C, 0, C), eps, 1)  # again, as above
     grad = normalize_gradient(grad, x_hat, rstd, 1)

@@ -38,12 +38,12 @@ class _Call:
         }
         return (grid,), keywords | options(config)
 
-    def project(self, gamma: Tensor, beta: Tensor, operands: Tensor) -> None:
-        """Write the left and right operands."""
+    def project(self, gamma: Tensor, beta: Tensor, operands: Tensor, first: int = 0) -> None:
+        """Write the left and right operands to 2 C channels of [B, channels, P, P], from channel `first`."""
         grid, keywords = self.common("project")
         kernels.project_kernel[grid](
-            self.x, gamma, beta, self.w_in, self.x if self.mask is None else self.mask, operands, self.size,
-            self.padded, EPS, HAS_MASK=self.mask is not None, **keywords,
+            self.x, gamma, beta, self.w_in, self.x if self.mask is None else self.mask, operands, first,
+            operands.shape[1], self.size, self.padded, EPS, HAS_MASK=self.mask is not None, **keywords,
         )  # fmt: skip
 
     def new(self, *leading: int) -> Tensor:
@@ -109,58 +109,41 @@ def backward(
     batch, width, size, padded = call.batch, call.width, call.size, call.padded
     area = padded * padded
     with triton_support.device_guard(x.device):
-        grad_product = call.new(batch, width)
-        grad_projected, grad_gate = (torch.empty_like(call.x, dtype=dtype) for _ in range(2))
+        # What the weights' gradients need, in the order of the weights' rows: see the kernels. The first C channels
+        # hold the gradient of the projected product until the gradients of the operands take their place, and the
+        # operands, made anew, the next 2 C until the gradients of their gates do.
+        grads, grad_product = call.new(batch, 5 * width), call.new(batch, width)
         grid, keywords = call.common("output_gradient")
         kernels.output_gradient_kernel[grid](
             grad_out, call.x, norm_weight, norm_bias, call.w_gate, product, out_norm_weight, out_norm_bias,
-            call.w_out, call.x if dropped is None else call.dropped, grad_product, grad_projected, grad_gate,
-            *call.strides, size, padded, EPS, HAS_DROPPED=dropped is not None, **keywords,
+            call.w_out, call.x if dropped is None else call.dropped, grad_product, grads, *call.strides, size, padded,
+            EPS, HAS_DROPPED=dropped is not None, **keywords,
         )  # fmt: skip
+        columns = Operand(grads, 5 * width * area, padded, area, columns=True)
         rows = Rows(batch, size, size, width, width, x.device, dtype)
-        columns = Operand(product, width * area, padded, area, columns=True)
-        rows.add(by_rows(grad_projected), columns, width, norm=True)
-        del grad_projected
-        grad_out_weight, grad_out_gamma, grad_out_beta = through_norm(
-            *rows.finish(), call.w_out, out_norm_weight, out_norm_bias
-        )
-
-        # Made anew; in the input's kernel the gradients of values and gates take the place of these two.
-        buffers = call.new(2, batch, 2 * width)
-        call.project(norm_weight, norm_bias, buffers[1])
-        _operand_gradients(buffers[1], grad_product, buffers[0], outgoing)
+        rows.add(columns, Operand(product, width * area, padded, area, columns=True), width, norm=True)
+        of_output = through_norm(*rows.finish(), (out_weight,), out_norm_weight, out_norm_bias)
+        call.project(norm_weight, norm_bias, grads, first=2 * width)
+        _operand_gradients(grads, grad_product, outgoing)
         del grad_product
         grad_x = torch.empty_like(call.x)
         grid, keywords = call.common("input_gradient")
         kernels.input_gradient_kernel[grid](
-            grad_out, call.x, norm_weight, norm_bias, call.w_in, call.w_gate,
-            call.x if mask is None else call.mask, buffers[0], buffers[1], grad_gate, grad_x, size, padded, EPS,
-            HAS_MASK=mask is not None, RESIDUAL=residual, **keywords,
+            grad_out, call.x, norm_weight, norm_bias, call.w_in, call.w_gate, call.x if mask is None else call.mask,
+            grads, grad_x, size, padded, EPS, HAS_MASK=mask is not None, RESIDUAL=residual, **keywords,
         )  # fmt: skip
         rows = Rows(batch, size, size, 5 * width, width, x.device, dtype)
-        columns = Operand(
-            buffers, 2 * width * area, padded, area, columns=True, split=2 * width, outer=buffers.stride(0)
-        )
-        rows.add(columns, by_rows(call.x), 4 * width, norm=True)
-        rows.add(by_rows(grad_gate), by_rows(call.x), width, 4 * width, norm=True)
-        weights = torch.cat((call.w_in, call.w_gate))
-        grad_weights, grad_gamma, grad_beta = through_norm(*rows.finish(), weights, norm_weight, norm_bias)
-    return (
-        grad_x,
-        grad_gamma,
-        grad_beta,
-        grad_weights[: 4 * width].to(in_weight.dtype),
-        grad_weights[4 * width :].to(gate_weight.dtype),
-        grad_out_gamma,
-        grad_out_beta,
-        grad_out_weight.to(out_weight.dtype),
-    )
+        rows.add(columns, by_rows(call.x), 5 * width, norm=True)
+        of_input = through_norm(*rows.finish(), (in_weight, gate_weight), norm_weight, norm_bias)
+    grad_in, grad_gate, grad_gamma, grad_beta = of_input
+    grad_out_weight, grad_out_gamma, grad_out_beta = of_output
+    return grad_x, grad_gamma, grad_beta, grad_in, grad_gate, grad_out_gamma, grad_out_beta, grad_out_weight
 
 
-def _operand_gradients(operands: Tensor, grad_product: Tensor, grads: Tensor, outgoing: bool) -> None:
-    """Gradients of the left and right operands [B, 2 C, P, P] into `grads`."""
-    for item, grad, result in zip(operands, grad_product, grads):
-        (left, right), (grad_left, grad_right) = item.chunk(2), result.chunk(2)
+def _operand_gradients(grads: Tensor, grad_product: Tensor, outgoing: bool) -> None:
+    """Gradients of the left and right operands into the first 2 C of 5 C channels; the operands are the next 2 C."""
+    for item, grad in zip(grads, grad_product):
+        grad_left, grad_right, left, right, _ = item.chunk(5)
         if outgoing:  # product = left right^T
             torch.bmm(grad, right, out=grad_left)
             torch.bmm(grad.mT, left, out=grad_right)
