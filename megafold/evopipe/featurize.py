@@ -6,8 +6,11 @@ cached stage (`augment.py`) or without effect on the features (`molecules.py`). 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import os
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +30,31 @@ def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
     for folder in (source.msa, source.templates):
         if folder is not None:
             short = name.split("-assembly")[0]
-            files |= {found.name: found for found in sorted(folder.glob(f"{short}*")) if found.is_file()}
+            names = _names(folder, folder.stat().st_mtime_ns)
+            for found in names[bisect.bisect_left(names, short) :]:
+                if not found.startswith(short):
+                    break
+                files[found] = folder / found
     if source.components is not None:
         files["components"] = source.components
     return files
+
+
+@lru_cache(maxsize=4)
+def _names(folder: Path, changed: int) -> list[str]:
+    """Sorted names of the files in a folder, listed again when it changed: a listing takes as long as all its files."""
+    return sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+
+
+@lru_cache(maxsize=4)
+def _large_digest(path: Path, changed: int, size: int) -> str:
+    """sha256 of a file that every entry is made with."""
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def digests(files: dict[str, Path]) -> dict[str, str]:
@@ -38,8 +62,11 @@ def digests(files: dict[str, Path]) -> dict[str, str]:
     sums = {}
     for name, path in files.items():
         try:
-            with path.open("rb") as handle:
-                sums[name] = hashlib.file_digest(handle, "sha256").hexdigest()
+            if name == "components":
+                facts = path.stat()
+                sums[name] = _large_digest(path, facts.st_mtime_ns, facts.st_size)
+            else:
+                sums[name] = _digest(path)
         except OSError as error:
             raise InputError(path, "", f"cannot be read ({error})") from error
     return sums
