@@ -19,17 +19,34 @@ def _points(points, b, atoms, M):
 
 
 @triton.jit
-def _scored(dx, dy, dz, i, j, nucleotide_i, nucleotide_j, keep_i, keep_j, nucleic_acid_cutoff, other_cutoff):
-    """Distance in truth, and which pairs count."""
-    distance = tl.sqrt_rn(dx * dx + dy * dy + dz * dz)
-    both = nucleotide_i[:, None] & nucleotide_j[None, :]
-    near = distance < tl.where(both, nucleic_acid_cutoff, other_cutoff)
-    return distance, near & keep_i[:, None] & keep_j[None, :] & (i[:, None] != j[None, :])
+def _flags(flags, b, atoms, M):
+    return tl.load(flags + b * M + atoms, mask=atoms < M, other=0) != 0
 
 
 @triton.jit
-def _flags(flags, b, atoms, M):
-    return tl.load(flags + b * M + atoms, mask=atoms < M, other=0) != 0
+def _atoms(pred, true, nucleotide, mask, b, atoms, M, HAS_MASK: tl.constexpr):
+    """Predicted and true coordinates of atoms, whether they are nucleotides, and whether they count."""
+    px, py, pz = _points(pred, b, atoms, M)
+    tx, ty, tz = _points(true, b, atoms, M)
+    keep = _flags(mask, b, atoms, M) if HAS_MASK else atoms < M
+    return px, py, pz, tx, ty, tz, _flags(nucleotide, b, atoms, M), keep
+
+
+@triton.jit
+def _pairs(
+    pred, true, nucleotide, mask, b, j, M, i, px, py, pz, tx, ty, tz, nucleotide_i, keep_i, nucleic_acid_cutoff,
+    other_cutoff, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Of atoms i and j: predicted vectors [i, j], their length, true distance - length, and which pairs count."""
+    qx, qy, qz, ux, uy, uz, nucleotide_j, keep_j = _atoms(pred, true, nucleotide, mask, b, j, M, HAS_MASK)
+    dx, dy, dz = tx[:, None] - ux[None, :], ty[:, None] - uy[None, :], tz[:, None] - uz[None, :]
+    distance = tl.sqrt_rn(dx * dx + dy * dy + dz * dz)
+    both = nucleotide_i[:, None] & nucleotide_j[None, :]
+    scored = distance < tl.where(both, nucleic_acid_cutoff, other_cutoff)
+    scored = scored & keep_i[:, None] & keep_j[None, :] & (i[:, None] != j[None, :])
+    dx, dy, dz = px[:, None] - qx[None, :], py[:, None] - qy[None, :], pz[:, None] - qz[None, :]
+    length = tl.sqrt_rn(dx * dx + dy * dy + dz * dz)
+    return dx, dy, dz, length, distance - length, scored
 
 
 @triton.jit
@@ -48,25 +65,17 @@ def score_kernel(
     pid = tl.program_id(0)
     b = (pid // blocks).to(tl.int64)
     i = (pid % blocks) * BLOCK_L + tl.arange(0, BLOCK_L)
-    px, py, pz = _points(pred, b, i, M)
-    tx, ty, tz = _points(true, b, i, M)
-    nucleotide_i = _flags(nucleotide, b, i, M)
-    keep_i = _flags(mask, b, i, M) if HAS_MASK else i < M
+    px, py, pz, tx, ty, tz, nucleotide_i, keep_i = _atoms(pred, true, nucleotide, mask, b, i, M, HAS_MASK)
     total = tl.zeros([BLOCK_L], tl.float32)
     count = tl.zeros([BLOCK_L], tl.int32)
     for start in range(0, M, BLOCK_O):
         j = start + tl.arange(0, BLOCK_O)
-        qx, qy, qz = _points(pred, b, j, M)
-        ux, uy, uz = _points(true, b, j, M)
-        keep_j = _flags(mask, b, j, M) if HAS_MASK else j < M
-        distance, scored = _scored(
-            tx[:, None] - ux[None, :], ty[:, None] - uy[None, :], tz[:, None] - uz[None, :], i, j, nucleotide_i,
-            _flags(nucleotide, b, j, M), keep_i, keep_j, nucleic_acid_cutoff, other_cutoff,
+        _, _, _, _, difference, scored = _pairs(
+            pred, true, nucleotide, mask, b, j, M, i, px, py, pz, tx, ty, tz, nucleotide_i, keep_i,
+            nucleic_acid_cutoff, other_cutoff, HAS_MASK,
         )  # fmt: skip
-        dx, dy, dz = px[:, None] - qx[None, :], py[:, None] - qy[None, :], pz[:, None] - qz[None, :]
-        difference = tl.abs(distance - tl.sqrt_rn(dx * dx + dy * dy + dz * dz))
         # sigmoid(t - d) = 1 / (1 + exp(d) exp(-t)): one exponential for the four thresholds 0.5, 1, 2 and 4.
-        e = tl.exp(difference)
+        e = tl.exp(tl.abs(difference))
         score = 1.0 / (1.0 + e * 0.6065306597126334) + 1.0 / (1.0 + e * 0.36787944117144233)
         score += 1.0 / (1.0 + e * 0.1353352832366127) + 1.0 / (1.0 + e * 0.01831563888873418)
         total += tl.sum(tl.where(scored, 0.25 * score, 0.0), 1)
@@ -84,25 +93,16 @@ def gradient_kernel(
     pid = tl.program_id(0)
     b = (pid // blocks).to(tl.int64)
     i = (pid % blocks) * BLOCK_L + tl.arange(0, BLOCK_L)
-    px, py, pz = _points(pred, b, i, M)
-    tx, ty, tz = _points(true, b, i, M)
-    nucleotide_i = _flags(nucleotide, b, i, M)
-    keep_i = _flags(mask, b, i, M) if HAS_MASK else i < M
+    px, py, pz, tx, ty, tz, nucleotide_i, keep_i = _atoms(pred, true, nucleotide, mask, b, i, M, HAS_MASK)
     gx = tl.zeros([BLOCK_L], tl.float32)
     gy = tl.zeros([BLOCK_L], tl.float32)
     gz = tl.zeros([BLOCK_L], tl.float32)
     for start in range(0, M, BLOCK_O):
         j = start + tl.arange(0, BLOCK_O)
-        qx, qy, qz = _points(pred, b, j, M)
-        ux, uy, uz = _points(true, b, j, M)
-        keep_j = _flags(mask, b, j, M) if HAS_MASK else j < M
-        distance, scored = _scored(
-            tx[:, None] - ux[None, :], ty[:, None] - uy[None, :], tz[:, None] - uz[None, :], i, j, nucleotide_i,
-            _flags(nucleotide, b, j, M), keep_i, keep_j, nucleic_acid_cutoff, other_cutoff,
+        dx, dy, dz, found, difference, scored = _pairs(
+            pred, true, nucleotide, mask, b, j, M, i, px, py, pz, tx, ty, tz, nucleotide_i, keep_i,
+            nucleic_acid_cutoff, other_cutoff, HAS_MASK,
         )  # fmt: skip
-        dx, dy, dz = px[:, None] - qx[None, :], py[:, None] - qy[None, :], pz[:, None] - qz[None, :]
-        found = tl.sqrt_rn(dx * dx + dy * dy + dz * dz)
-        difference = distance - found
         e = tl.exp(tl.abs(difference))
         slope = _bump(e * 0.6065306597126334) + _bump(e * 0.36787944117144233)
         slope += _bump(e * 0.1353352832366127) + _bump(e * 0.01831563888873418)
