@@ -50,6 +50,18 @@ def check(model: nn.Module, batches: Mapping[int, Mapping[str, Any]], sp: int, a
     return list(_beyond(found, stock, exact, torch.bfloat16 if autocast else torch.float32))
 
 
+def without_silence(model: nn.Module) -> nn.Module:
+    """The model without dropout, and with random numbers in what starts at zero and would hide what is before it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() > 1 and parameter.unique().numel() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def _gradients(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -106,14 +118,7 @@ def main() -> int:
     with joined(place, device, timeout_s=600):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.manual_seed(0)
-        model = build_model(given.model).to(device).train()
-        with torch.no_grad():
-            for parameter in model.parameters():  # what starts at zero would hide what is before it
-                if parameter.numel() > 1 and parameter.unique().numel() == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.3)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        model = without_silence(build_model(given.model).to(device).train())
         kwargs = preset(given.model)
         batches = {}
         for replica in range(place.size):

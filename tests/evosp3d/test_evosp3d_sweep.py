@@ -38,8 +38,9 @@ def test_two_ranks_through_the_launcher_give_one_record(tmp_path):
 def test_an_emulated_rank_sends_what_a_real_one_sends(tmp_path, run_ranks):
     from experiments.run import measure
 
-    (comparison,) = _sweep("sp=3", "mode=emulated").comparisons
-    (record,) = measure([comparison], tmp_path, cache=None, logs=tmp_path / "logs", command="test", device="cpu")
+    comparisons = [*_sweep("sp=3", "mode=emulated").comparisons, *_sweep("sp=2").comparisons]
+    record, refused = measure(comparisons, tmp_path, cache=None, logs=tmp_path / "logs", command="test", device="cpu")
+    comparison = comparisons[0]
     assert (record.status, record.reason, record.evidence) == ("ok", "", "emulated")
     assert read_record(record_path(tmp_path, comparison.points[0])).evidence == "emulated"
     assert "emulated" in record.point.id
@@ -48,6 +49,8 @@ def test_an_emulated_rank_sends_what_a_real_one_sends(tmp_path, run_ranks):
     real = run_ranks(3, _sent_by_a_real_rank)[0]
     for kind, size in real.items():
         assert record.metrics[f"sent_{kind}"].value * 2**30 == pytest.approx(size, abs=0.5), kind
+    # Ranks that were not started are told.
+    assert refused.status == "unsupported" and "needs 2 ranks, and 1 were started" in refused.reason
 
 
 def _sent_by_a_real_rank() -> dict[str, int]:
@@ -65,14 +68,6 @@ def _sent_by_a_real_rank() -> dict[str, int]:
     parallel.prepare(model, None)
     Trainer(model, device="cpu", parallel=parallel).step(batch)
     return parallel.shards.traffic.by_kind()
-
-
-def test_ranks_that_were_not_started_are_told(tmp_path):
-    from experiments.run import measure
-
-    (comparison,) = _sweep("sp=2").comparisons
-    (record,) = measure([comparison], tmp_path, cache=None, logs=tmp_path / "logs", command="test", device="cpu")
-    assert record.status == "unsupported" and "needs 2 ranks, and 1 were started" in record.reason
 
 
 def test_the_full_sweeps_are_emulated_and_their_ids_say_so():
