@@ -14,6 +14,10 @@ from megafold import triton_support
 EPS = 1e-5
 """Of every LayerNorm of the stock model."""
 
+ROW_MULTIPLE = 16
+"""Elements that rows are filled up to where their width is free: what the vendor's products and accesses of 16 bytes
+want (Triton only knows of sizes whether they are multiples of 16)."""
+
 INTERPRETED = {"block_l": 16, "block_o": 32, "num_warps": 4, "num_stages": 1}
 """Configuration of every kernel in Triton's interpreter, which alone runs kernels on a CPU."""
 
@@ -64,9 +68,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def round_up(size: int, multiple: int) -> int:
-    """The next multiple of `multiple`."""
-    return ceil_div(size, multiple) * multiple
+def round_up(size: int) -> int:
+    """The next multiple of ROW_MULTIPLE."""
+    return ceil_div(size, ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -127,14 +127,14 @@ FIXED = {
     **{
         name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)
         for name, config in (
-            ("normalize", {"block_l": 4}),
-            ("normalize_gradient", {"block_l": 4}),
-            ("scale_shift", {"block_l": 4}),
-            ("scale_shift_gradient", {"block_l": 4}),
-            ("swiglu", {"block_l": 4}),
-            ("swiglu_gradient", {"block_l": 4}),
-            ("gate", {"block_l": 4}),
-            ("gate_gradient", {"block_l": 4}),
+            ("normalize", {"block_l": 2}),
+            ("normalize_gradient", {"block_l": 2}),
+            ("scale_shift", {"block_l": 2}),
+            ("scale_shift_gradient", {"block_l": 2}),
+            ("swiglu", {"block_l": 2}),
+            ("swiglu_gradient", {"block_l": 2}),
+            ("gate", {"block_l": 2}),
+            ("gate_gradient", {"block_l": 2}),
         )
     },
 }

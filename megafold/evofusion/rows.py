@@ -1,8 +1,8 @@
 """Kernels over single rows of any width: LayerNorm with padded output, SwiGLU, scale and shift, gates.
 
 They surround the vendor's matrix products where rows are too wide for a program to hold them beside the weights. A row
-of the output may be longer than its input, padded with zeros to a multiple of 8 elements: 16-byte rows are what fast
-products need, and a width such as 801 is not one.
+of the output may be longer than its input, padded with zeros to a multiple of 16 elements: fast products and loads need
+rows of whole 16 bytes, which a width such as 801 does not give.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from megafold.evofusion.launch import EPS, ceil_div, round_up
 from megafold.evofusion.tiles import sigmoid
 
-ELEMENTS = 4096
+ELEMENTS = 2048
 """Elements that a program holds at once."""
 
 
@@ -169,9 +169,9 @@ def whole_rows(width: int) -> tuple[int, int]:
 
 
 def normalized(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(x - mean) / std of rows [M, C], and with `copy` x, in `dtype` and padded to [M, multiple of 8]."""
+    """(x - mean) / std of rows [M, C], and with `copy` x, in `dtype` and padded to [M, multiple of 16]."""
     rows, width = x.shape
-    out = x.new_empty((rows, round_up(width, 8)), dtype=dtype)
+    out = x.new_empty((rows, round_up(width)), dtype=dtype)
     second = torch.empty_like(out) if copy else None
     block_l, block_c = whole_rows(out.shape[1])
     normalize_kernel[(ceil_div(rows, block_l),)](

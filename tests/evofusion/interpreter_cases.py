@@ -38,7 +38,7 @@ CASES = {
     "transition without norm and residual": lambda d: cases.transition_case(
         d, (19,), 16, 48, norm=False, residual=False
     ),
-    "transition, width that is no multiple of 8": lambda d: cases.transition_case(d, (2, 9), 21, 42),
+    "transition, width that is no multiple of 16": lambda d: cases.transition_case(d, (2, 9), 21, 42),
     "transition, wide, without norm": lambda d: cases.transition_case(d, (11,), 256, 64, norm=False),
     "projections and heads": lambda d: cases.norm_project_case(d, (2, 5, 7), 32, outputs=48, count=3),
     "heads alone": lambda d: cases.norm_project_case(d, (1, 5, 7), 16, count=0, heads=16, norm_bias=False),
@@ -71,7 +71,7 @@ FP32_ALONE = (
 )
 UNDER_AUTOCAST = (
     "triangle multiplication, outgoing, mask, row dropout",
-    "transition, width that is no multiple of 8",
+    "transition, width that is no multiple of 16",
     "attention output, row dropout",
     "conditioned transition, odd conditioning",
     "windowed attention",

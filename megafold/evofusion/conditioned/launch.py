@@ -13,7 +13,7 @@ from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import normalized, normalized_gradient, padded, whole_rows
 from megafold.evofusion.weight_gradient import Rows, by_rows, through_norm
 
-GATE_BLOCK = {"BLOCK_L": 8, "BLOCK_C": 512}
+GATE_BLOCK = {"BLOCK_L": 4, "BLOCK_C": 512}
 
 
 def adaptive_norm(
@@ -172,16 +172,16 @@ def _scales(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights [2 C, D'] with the LayerNorm's scale in them, the normalised conditioning [M, D'], their product.
 
-    The parameters stay as they are: the copies have D' = D filled up to a multiple of 8.
+    The parameters stay as they are: the copies have D' = D filled up to a multiple of 16.
     """
     joined = torch.cat((gamma_weight, beta_weight)).float() * cond_norm_weight.float()
-    weights = padded(joined, dtype, columns=round_up(cond.shape[1], 8))
+    weights = padded(joined, dtype, columns=round_up(cond.shape[1]))
     source = normalized(cond, dtype)[0]
     return weights, source, source @ weights.mT
 
 
 def _gate_product(cond: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight [C, D'] and the conditioning [M, D'], filled up to a multiple of 8, and their product."""
-    columns = round_up(cond.shape[1], 8)
+    """The weight [C, D'] and the conditioning [M, D'], filled up to a multiple of 16, and their product."""
+    columns = round_up(cond.shape[1])
     w, source = padded(weight, dtype, columns=columns), padded(cond, dtype, columns=columns)
     return w, source, source @ w.mT

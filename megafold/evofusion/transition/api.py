@@ -66,7 +66,7 @@ def _fake_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dt
     out = x.new_empty(x.shape, dtype=x.dtype if residual else dtype)
     if not launch.is_wide(x, in_weight):
         return out, x.new_empty(0, dtype=dtype)
-    inner = (out_weight.shape[1] + 7) // 8 * 8
+    inner = (out_weight.shape[1] + 15) // 16 * 16
     return out, x.new_empty((x.numel() // x.shape[-1], 2 * inner), dtype=dtype)
 
 

@@ -122,9 +122,9 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
 
 
 def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values and gates [2 I, C], and [C, I], with C and I filled up to a multiple of 8."""
+    """Values and gates [2 I, C], and [C, I], with C and I filled up to a multiple of 16."""
     width, inner = out_weight.shape
-    full_width, full_inner = round_up(width, 8), round_up(inner, 8)
+    full_width, full_inner = round_up(width), round_up(inner)
     if full_inner == inner:
         return padded(in_weight, dtype, columns=full_width), padded(out_weight, dtype, rows=full_width)
     halves = [padded(half, dtype, rows=full_inner, columns=full_width) for half in in_weight.chunk(2)]
@@ -132,11 +132,11 @@ def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> 
 
 
 def _wide_input(x: Tensor, norm: bool, dtype: torch.dtype) -> Tensor:
-    """(x - mean) / std, or x, as rows [M, C] padded to a multiple of 8."""
+    """(x - mean) / std, or x, as rows [M, C] padded to a multiple of 16."""
     flat = x.view(-1, x.shape[-1])
     if norm:
         return row_kernels.normalized(flat, dtype)[0]
-    return padded(flat, dtype, columns=round_up(x.shape[-1], 8))
+    return padded(flat, dtype, columns=round_up(x.shape[-1]))
 
 
 def _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out):
@@ -169,8 +169,8 @@ def _scaled(weight: Tensor, gamma: Tensor | None) -> Tensor:
 def _swiglu(pre: Tensor) -> Tensor:
     rows, inner = pre.shape[0], pre.shape[1] // 2
     hidden = pre.new_empty((rows, inner))
-    row_kernels.swiglu_kernel[(ceil_div(rows, 8), ceil_div(inner, 512))](
-        pre, hidden, rows, inner, BLOCK_L=8, BLOCK_C=512, num_warps=4
+    row_kernels.swiglu_kernel[(ceil_div(rows, 4), ceil_div(inner, 512))](
+        pre, hidden, rows, inner, BLOCK_L=4, BLOCK_C=512, num_warps=4
     )
     return hidden
 
@@ -182,8 +182,8 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     grad_hidden = upstream @ w_out
     grad_pre, hidden = torch.empty_like(pre), torch.empty_like(grad_hidden)
     rows, full = hidden.shape
-    row_kernels.swiglu_gradient_kernel[(ceil_div(rows, 8), ceil_div(full, 512))](
-        pre, grad_hidden, grad_pre, hidden, rows, full, BLOCK_L=8, BLOCK_C=512, num_warps=4
+    row_kernels.swiglu_gradient_kernel[(ceil_div(rows, 4), ceil_div(full, 512))](
+        pre, grad_hidden, grad_pre, hidden, rows, full, BLOCK_L=4, BLOCK_C=512, num_warps=4
     )
     grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
     source = _wide_input(x, norm, dtype)

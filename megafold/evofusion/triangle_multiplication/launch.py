@@ -10,9 +10,6 @@ from megafold.evofusion.launch import EPS, ceil_div, configuration, in_dtype, op
 from megafold.evofusion.triangle_multiplication import kernels
 from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, through_norm
 
-ROW_MULTIPLE = 16
-"""Rows of the operands are padded to it: what the vendor's products and Triton's 16-byte accesses want."""
-
 
 class _Call:
     """Sizes, grid and weights in the dtype of products, shared by the kernels of one call."""
@@ -20,7 +17,7 @@ class _Call:
     def __init__(self, x, in_weight, gate_weight, out_weight, mask, dropped, dtype) -> None:
         self.x, self.dtype = x.contiguous(), dtype
         self.batch, self.size, _, self.width = x.shape
-        self.padded = round_up(self.size, ROW_MULTIPLE)
+        self.padded = round_up(self.size)
         self.w_in, self.w_gate, self.w_out = in_dtype(dtype, in_weight, gate_weight, out_weight)
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
         self.dropped = None if dropped is None else dropped.contiguous()
