@@ -7,13 +7,13 @@ of its original (`A`).
 
 from __future__ import annotations
 
-import glob
 import gzip
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megafold.evopipe.listing import starting_with
 from megafold.evopipe.report import EntryError
 
 SUFFIXES = tuple(f"{end}{packed}" for end in (".a3m", ".sto", ".stockholm") for packed in ("", ".gz"))
@@ -41,7 +41,7 @@ def find(folder: Path | None, name: str, chain: str, suffixes: tuple[str, ...] =
     short = name.split("-assembly")[0]
     for one in dict.fromkeys([chain, re.sub(r"-\d+$", "", chain)]):
         for stem in dict.fromkeys([f"{name}{one}_", f"{short}{one}_", f"{short}_{one}_", f"{short}_{one}."]):
-            found = [path for path in sorted(folder.glob(glob.escape(stem) + "*")) if path.name.endswith(suffixes)]
+            found = [path for path in starting_with(folder, stem) if path.name.endswith(suffixes)]
             if not found and stem.endswith("."):
                 found = [folder / f"{stem[:-1]}{end}" for end in suffixes if (folder / f"{stem[:-1]}{end}").is_file()]
             if found:

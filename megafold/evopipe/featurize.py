@@ -6,9 +6,7 @@ cached stage (`augment.py`) or without effect on the features (`molecules.py`). 
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import os
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 from megafold.errors import InputError
 from megafold.evopipe import alignments, assembly, structure, templates
 from megafold.evopipe.layout import Entry
+from megafold.evopipe.listing import starting_with
 from megafold.evopipe.report import Log
 from megafold.evopipe.sources import DataSource
 
@@ -30,20 +29,10 @@ def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
     for folder in (source.msa, source.templates):
         if folder is not None:
             short = name.split("-assembly")[0]
-            names = _names(folder, folder.stat().st_mtime_ns)
-            for found in names[bisect.bisect_left(names, short) :]:
-                if not found.startswith(short):
-                    break
-                files[found] = folder / found
+            files |= {found.name: found for found in starting_with(folder, short)}
     if source.components is not None:
         files["components"] = source.components
     return files
-
-
-@lru_cache(maxsize=4)
-def _names(folder: Path, changed: int) -> list[str]:
-    """Sorted names of the files in a folder, listed again when it changed: a listing takes as long as all its files."""
-    return sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
 
 
 @lru_cache(maxsize=4)
