@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megafold.model.geometry import rotated
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
@@ -87,13 +89,13 @@ def rigid_align(
         total = weights.sum(dim=1, keepdim=True)
         true_centre, pred_centre = ((t * weights).sum(dim=1, keepdim=True) / total for t in (true_coords, pred_coords))
         centred = true_coords - true_centre
-        covariance = (weights * centred).transpose(1, 2) @ (pred_coords - pred_centre)
+        covariance = ((weights * centred).unsqueeze(-1) * (pred_coords - pred_centre).unsqueeze(-2)).sum(dim=1)
         rotation = _rotation(covariance.cpu()).to(covariance.device, non_blocking=True)
-        aligned = centred @ rotation.transpose(1, 2) + pred_centre
+        aligned = rotated(centred, rotation) + pred_centre
         if not return_transforms:
             return aligned
         # The stock module turns the predicted centre here, not the true one.
-        return aligned, rotation, true_centre - pred_centre @ rotation.transpose(1, 2)
+        return aligned, rotation, true_centre - rotated(pred_centre, rotation)
 
 
 def _rotation(covariance: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megafold.model.bins import bin_labels
 from megafold.model.confidence_labels import Structure, confidence_labels
+from megafold.model.geometry import distances
 from megafold.model.pair_loss import pair_cross_entropy
 from megafold.model.tokens import to_atoms
 
@@ -122,7 +123,7 @@ def _representations(head: ConfidenceHead, structure: Structure, given: Inputs, 
     """``ConfidenceHead.forward`` up to its logits (AF3 algorithm 31): single [c, N, ds] and pairs [c, N, N, dp]."""
     centres = structure.centres.unsqueeze(-1).expand(len(pred), -1, pred.shape[-1])
     positions = pred.gather(1, centres)
-    bins = bin_labels(torch.cdist(positions, positions), head.atompair_dist_bins)
+    bins = bin_labels(distances(positions, positions), head.atompair_dist_bins)
     pairs = given.pairs + head.single_inputs_to_pairwise(given.single_inputs) + head.dist_bin_pairwise_embed(bins)
     single = given.single.expand(len(pred), -1, -1)
     return head.pairformer_stack(single_repr=single, pairwise_repr=pairs, mask=structure.mask.expand(len(pred), -1))

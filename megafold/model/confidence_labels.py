@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafold.model.bins import bin_labels
+from megafold.model.geometry import distances
 from megafold.model.tokens import mark_atoms
 
 if TYPE_CHECKING:
@@ -70,15 +71,15 @@ def _pae(model: Alphafold3, structure: Structure, pred: Tensor, true: Tensor) ->
 
 
 def _pde(model: Alphafold3, structure: Structure, pred: Tensor, true: Tensor) -> Tensor:
-    distances = [torch.cdist(centres, centres) for centres in (_at(t, structure.centres) for t in (pred, true))]
-    labels = bin_labels((distances[0] - distances[1]).abs(), model.pde_bins)
+    of_pred, of_true = (distances(centres, centres) for centres in (_at(t, structure.centres) for t in (pred, true)))
+    labels = bin_labels((of_pred - of_true).abs(), model.pde_bins)
     return labels.masked_fill(~_pairs(structure.has_centre), model.ignore_index)
 
 
 def _plddt(model: Alphafold3, structure: Structure, pred: Tensor, true: Tensor) -> Tensor:
     """lDDT of each atom against the centre atoms of polymer tokens, of those within a radius of it."""
     atoms = pred.shape[1]
-    pred_distances, true_distances = (torch.cdist(t, _at(t, structure.centres)) for t in (pred, true))
+    pred_distances, true_distances = (distances(t, _at(t, structure.centres)) for t in (pred, true))
     is_nucleic = structure.types[..., [RNA, DNA]].any(dim=-1)
     is_polymer = is_nucleic | structure.types[..., PROTEIN]
     # As in the stock model the kind of the molecule is that of the atom, which for a centre atom is its token's.

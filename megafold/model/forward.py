@@ -22,6 +22,7 @@ from megafold.model.bins import bin_labels
 from megafold.model.confidence import Inputs, Terms, confidence_loss
 from megafold.model.confidence_labels import Structure
 from megafold.model.diffusion import alignment_weights, permuted_or_as_is
+from megafold.model.geometry import augmented, distances
 from megafold.model.pair_loss import pair_cross_entropy
 from megafold.model.repeated import Repeated
 from megafold.model.trunk import Trunk, run_trunk
@@ -146,7 +147,7 @@ def _distogram_loss(self: Alphafold3, step: Step, inputs: Mapping[str, Any], tru
         positions, valid = truth.positions, trunk.atom_mask
         if not at_atoms:
             positions, valid = _at(positions, truth.representatives), truth.has_representative
-        labels = bin_labels(torch.cdist(positions, positions), self.distance_bins).masked_fill(~_pairs(valid), ignore)
+        labels = bin_labels(distances(positions, positions), self.distance_bins).masked_fill(~_pairs(valid), ignore)
     labels = labels.masked_fill(~_pairs(trunk.atom_mask if at_atoms else trunk.mask), ignore)
     if at_atoms or not step.chunks:
         logits = self.distogram_head(trunk.pairs, molecule_atom_lens=trunk.lengths, atom_feats=trunk.atom_feats)
@@ -190,7 +191,7 @@ def _augmented(self: Alphafold3, trunk: Trunk, truth: _Truth, copies: int) -> Te
         if self.stochastic_frame_average:  # of the first copy of the first structure alone, as the stock model does
             framed = [self.frame_average(positions[:1], frame_average_mask=mask[:1]).type(dtype)]
         first = len(framed)
-        moved = self.augmenter(positions[first:], mask=mask[first:]).type(dtype)
+        moved = augmented(self.augmenter, positions[first:], mask[first:]).type(dtype)
     return torch.cat((*framed, moved))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megafold.model.geometry import distances
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
@@ -32,9 +34,9 @@ def smooth_lddt_loss(
     mask = torch.ones_like(is_dna) if coords_mask is None else coords_mask
 
     def of_chunk(pred: Tensor, true: Tensor, nucleic: Tensor, valid: Tensor) -> Tensor:
-        distances, errors = _distances(pred, true)
+        of_true, errors = _distances(pred, true)
         score = sum(torch.sigmoid(threshold - errors) for threshold in self.lddt_thresholds) / len(self.lddt_thresholds)
-        near = torch.where(_pairs(nucleic), distances < self.nucleic_acid_cutoff, distances < self.other_cutoff)
+        near = torch.where(_pairs(nucleic), of_true < self.nucleic_acid_cutoff, of_true < self.other_cutoff)
         counted = near & ~torch.eye(pred.shape[1], dtype=torch.bool, device=pred.device) & _pairs(valid)
         return (score * counted).sum(dim=(1, 2)) / counted.sum(dim=(1, 2)).clamp(min=1)
 
@@ -64,8 +66,8 @@ def in_chunks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 def _distances(pred: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """True distances and the errors of the predicted ones, both [b, M, M]."""
-    distances = torch.cdist(true, true)
-    return distances, (distances - torch.cdist(pred, pred)).abs()
+    of_true = distances(true, true)
+    return of_true, (of_true - distances(pred, pred)).abs()
 
 
 def _pairs(mask: Tensor) -> Tensor:

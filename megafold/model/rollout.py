@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megafold.model.geometry import augmented
+
 if TYPE_CHECKING:
     from alphafold3_pytorch.alphafold3 import ElucidatedAtomDiffusion
 
@@ -46,7 +48,7 @@ def sample(
     for sigma, sigma_next in _shown(pairs, steps, tqdm_pbar_title) if use_tqdm_pbar else pairs:
         if augment is not None:
             with torch.autocast(device.type, enabled=False):
-                positions = augment(positions.float()).type(dtype)
+                positions = augmented(augment, positions.float()).type(dtype)
         hat = sigma * (1 + (churn if self.S_tmin <= sigma <= self.S_tmax else 0.0))
         noise = self.S_noise * torch.randn(shape, dtype=dtype, device=device)
         noised = positions + math.sqrt(hat**2 - sigma**2) * noise
