@@ -93,4 +93,5 @@ def open_store(is_host: bool, environment: Mapping[str, str] | None = None) -> A
 
     env = os.environ if environment is None else environment
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    is_host = is_host and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun holds one there already
     return TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=timedelta(seconds=300))

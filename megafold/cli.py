@@ -206,6 +206,8 @@ def sweep(
     results = run(
         resolved.comparisons, out / "records", cache=cache, logs=out / "logs", command=_command(), force=force
     )
+    if not results:  # a rank that another one speaks for
+        return
     write_tables(results, resolved.name, out / "tables")
     typer.echo(print_table(results))
     _finish(results)
@@ -219,13 +221,14 @@ def plan(
     settings: Settings = None,
 ) -> None:
     """Show what a sweep would measure at a site, and in how many jobs; submits nothing."""
+    from cluster.batch import plan_batches
     from cluster.site import load_site
     from experiments.spec import load_sweep
 
     resolved, place = load_sweep(name, size=size, settings=settings or ()), load_site(site)
     for comparison in resolved.comparisons:
         typer.echo(f"{comparison.id}: {', '.join(contender.name for contender in comparison.contenders)}")
-    jobs = -(-len(resolved.comparisons) // place.comparisons_per_job)
+    jobs = len(plan_batches(place, resolved.comparisons))
     typer.echo(f"{len(resolved.comparisons)} comparisons in {jobs} jobs at {place.name}")
 
 
