@@ -80,7 +80,7 @@ def _plddt(model: Alphafold3, structure: Structure, pred: Tensor, true: Tensor) 
     """lDDT of each atom against the centre atoms of polymer tokens, of those within a radius of it."""
     atoms = pred.shape[1]
     pred_distances, true_distances = (distances(t, _at(t, structure.centres)) for t in (pred, true))
-    is_nucleic = structure.types[..., [RNA, DNA]].any(dim=-1)
+    is_nucleic = structure.types[..., RNA] | structure.types[..., DNA]
     is_polymer = is_nucleic | structure.types[..., PROTEIN]
     # As in the stock model the kind of the molecule is that of the atom, which for a centre atom is its token's.
     nucleic, polymer = (

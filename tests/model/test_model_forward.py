@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafold.model.plan import Plan
+
+# Operators whose result the host must know: on a GPU each waits for the device.
+READS = ("_local_scalar_dense", "nonzero", "unique", "_to_sparse", "masked_select", "repeat_interleave.Tensor")
+
+
+class _Reads(TorchDispatchMode):
+    """The functions in which such operators were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in READS):
+            frames = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename]
+            self.callers.append(frames[-1].name)
+        return func(*args, **(kwargs or {}))
 
 
 def _loss_and_terms(model, batch, **kwargs):
@@ -144,3 +164,19 @@ def test_the_confidence_head_is_checkpointed_where_its_activations_are_many(
     optimize(model, Plan())
     model(**batch)
     assert seen == [checkpoints] and stack.checkpoint
+
+
+@pytest.mark.parametrize("confidence", [False, True], ids=["core", "full"])
+def test_a_step_reads_nothing_from_the_device_but_chains_and_alignments(confidence, make_batch, make_model):
+    from megafold.model.optimize import optimize
+
+    model, batch = make_model(), make_batch(9, confidence=confidence)
+    batch["additional_molecule_feats"][..., 2] = 0  # one chain: several are searched
+    with _Reads() as stock:
+        model(**batch).backward()
+    optimize(model, Plan())
+    with _Reads() as ours:
+        model(**batch).backward()
+    assert len(stock.callers) > 30
+    # Ids of chains, which are on the host by then. Alignments copy 3 x 3 matrices, which on a CPU is no operator.
+    assert set(ours.callers) <= {"is_one", "of_atoms"}
