@@ -225,6 +225,5 @@ def _check_supported(setting: Setting, context: Context) -> None:
     place = find_place()
     started = 1 if place is None else place.size
     if setting.mode == "measured" and size != started:
-        raise Unsupported(
-            f"sp={setting.sp} times dp={setting.dp} needs {size} ranks, and {started} were started: use torchrun, or a site"
-        )
+        wanted = f"sp={setting.sp} times dp={setting.dp} needs {size} ranks"
+        raise Unsupported(f"{wanted}, and {started} were started: use torchrun, or a site")
