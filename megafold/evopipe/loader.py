@@ -36,7 +36,13 @@ FEW_VALUES = 256  # deletion values up to which their codes fit into one byte
 
 
 def compact_features(
-    entry: Entry, keep: np.ndarray, msa: np.ndarray, deletions: np.ndarray, *, training: bool = True
+    entry: Entry,
+    keep: np.ndarray,
+    msa: np.ndarray,
+    deletions: np.ndarray,
+    *,
+    training: bool = True,
+    exact_bonds: bool = False,
 ) -> dict[str, Tensor | None]:
     """One example for the tokens in `keep` and the alignment rows given (already cropped), as `expand.expand` takes it.
 
@@ -46,6 +52,7 @@ def compact_features(
         msa: residue classes, uint8 [S, n].
         deletions: index into the entry's `deletion_values`, uint16 [S, n].
         training: install the bonds of the mmCIF file, as the baseline does in training only.
+        exact_bonds: all of those bonds; the baseline misses most of ligands (`crop.structure_features`).
     """
     arrays = entry.arrays
     values = arrays["deletion_values"]
@@ -61,7 +68,7 @@ def compact_features(
         **arrays_of_template,
     }
     return {
-        **crop.structure_features(entry, keep, training=training),
+        **crop.structure_features(entry, keep, training=training, exact_bonds=exact_bonds),
         **{name: torch.from_numpy(value) for name, value in made.items()},
     }
 
@@ -83,7 +90,7 @@ class CachedStructures(Dataset):
     Args:
         cache: the HDF5 file.
         crop_size: tokens per example, at most.
-        msa_depth: alignment rows per example, at most; the query is always the first.
+        msa_depth: alignment rows per example, at most: any of them, the query is not always one (as in AF3).
         seed: with the epoch and the entry's id it decides everything that is random.
         entries: ids to use; None for all.
         labels: False drops `resolved_labels` and `atom_indices_for_frame`, so that the model trains without its
@@ -91,6 +98,7 @@ class CachedStructures(Dataset):
         templates: False drops the template features.
         weights: of the `contiguous`, `spatial` and `interface` crops; AF3's by default.
         training: install the bonds of the mmCIF file, as the baseline does in training only.
+        exact_bonds: all of those bonds; the baseline misses most of ligands (`crop.structure_features`).
 
     Raises:
         InputError: no such cache, a corrupt entry, an unknown entry, a size below 1.
@@ -108,6 +116,7 @@ class CachedStructures(Dataset):
         templates: bool = True,
         weights: dict[str, float] | None = None,
         training: bool = True,
+        exact_bonds: bool = False,
     ) -> None:
         for name, value in (("crop_size", crop_size), ("msa_depth", msa_depth)):
             if value < 1:
@@ -115,6 +124,7 @@ class CachedStructures(Dataset):
         self.cache = StructureCache(cache)
         self.crop_size, self.msa_depth, self.seed, self.weights = crop_size, msa_depth, seed, weights
         self.labels, self.templates, self.training = labels, templates, training
+        self.exact_bonds = exact_bonds
         known = self.cache.names
         self.entries: Sequence[str] = known if entries is None else list(entries)
         unknown = [entry for entry in self.entries if entry not in known] if entries is not None else []
@@ -149,7 +159,8 @@ class CachedStructures(Dataset):
         """The example of an entry in this epoch, as `__getitem__` gives it."""
         entry, choice, rows = self.choose(name)
         msa, deletions = self.cache.read_alignment(name, rows, choice.keep)
-        fields = compact_features(entry, choice.keep, msa, deletions, training=self.training)
+        options = {"training": self.training, "exact_bonds": self.exact_bonds}
+        fields = compact_features(entry, choice.keep, msa, deletions, **options)
         fields["chains"] = torch.tensor(choice.chains)
         if not self.templates:
             fields |= dict.fromkeys([*GEOMETRY, "template_mask"])
@@ -231,6 +242,7 @@ def make_loader(
     shuffle: bool = True,
     templates: bool = True,
     compact: bool = False,
+    exact_bonds: bool = False,
 ) -> DataLoader:
     """Batches of keyword arguments for `Alphafold3.forward`: `dict[str, Tensor | None]` on the CPU.
 
@@ -246,6 +258,7 @@ def make_loader(
         entries=entries,
         labels=labels,
         templates=templates,
+        exact_bonds=exact_bonds,
     )
     return (DataLoader if compact else ExpandingLoader)(
         dataset,
