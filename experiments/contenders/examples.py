@@ -41,11 +41,12 @@ def examples(setting: Setting, cache: Path | None, device: str) -> tuple[Callabl
 def _cached(setting: Setting, cache: Path, device: str) -> tuple[Callable[[], Iterator[Batch]], list[str]]:
     """Crops of exactly N tokens of structures that are long enough: one pass of the loader is one visit."""
     from megafold.evopipe.cache import StructureCache
+    from megafold.evopipe.expand import expand
     from megafold.evopipe.loader import make_loader
 
     wanted, protocol = setting.size("n_tokens"), setting.protocol
     with StructureCache(cache) as present:
-        lengths = {name: present.read_structure(name).n_tokens for name in present.entries()}
+        lengths = {name: int(present.row(name)["tokens"]) for name in present.names}
         rows = {name: min(present.msa_depth(name), setting.size("msa_depth")) for name in lengths}
     # Those with the deepest alignments first: they load the MSA module as training does.
     long_enough = sorted((name for name in lengths if lengths[name] >= wanted), key=lambda name: (-rows[name], name))
@@ -65,10 +66,12 @@ def _cached(setting: Setting, cache: Path, device: str) -> tuple[Callable[[], It
         entries=[names[at % len(names)] for at in range(steps * setting.size("batch_size"))],
         labels=setting.workload != "core",
         shuffle=False,
+        compact=True,
     )
 
     def again() -> Iterator[Batch]:
         while True:
-            yield from loader
+            for batch in loader:  # expanded where it is used, not by the main process's CPU
+                yield expand({name: value if value is None else value.to(device) for name, value in batch.items()})
 
     return again, [f"structures: {', '.join(names)}"]
