@@ -22,6 +22,11 @@ COMPACT = ("msa_classes", "deletion_codes", "deletion_values", "atom_molecules",
 ABSENT = ("atom_ids", "atompair_ids", "distance_labels", "token_constraints")
 
 
+def is_compact(batch: Mapping[str, Any]) -> bool:
+    """Is there something to expand?"""
+    return "msa_classes" in batch
+
+
 def expand(batch: Mapping[str, Any], window: int = layout.ATOMS_PER_WINDOW) -> dict[str, Any]:
     """One-hot alignment, deletions, template features and atom pairs of a compact batch.
 
@@ -32,7 +37,7 @@ def expand(batch: Mapping[str, Any], window: int = layout.ATOMS_PER_WINDOW) -> d
 
     Returns: the keyword arguments of `Alphafold3.forward`.
     """
-    if "msa_classes" not in batch:
+    if not is_compact(batch):
         return dict(batch)
     out = {name: value for name, value in batch.items() if name not in COMPACT} | dict.fromkeys(ABSENT)
     out |= expand_alignment(batch["msa_classes"], batch["deletion_codes"], batch["deletion_values"])

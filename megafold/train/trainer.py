@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megafold.evopipe.expand import expand
+from megafold.evopipe.expand import expand, is_compact
 from megafold.metrics.timing import Timer
 from megafold.train.optimizer import OptimizerSettings
 
@@ -134,9 +134,12 @@ class Trainer:
         memory is raised as it comes, after the gradients of the broken step are dropped; the weights are then as they
         were before it.
         """
-        if self._parallel is not None:
+        whole = is_compact(batch)  # what a rank may leave out is not there yet
+        if self._parallel is not None and not whole:
             batch = self._parallel.local(batch)
         inputs = expand({name: _to(value, self.device) for name, value in batch.items()})
+        if self._parallel is not None and whole:
+            inputs = self._parallel.local(inputs)
         rate = self.settings.rate(self.steps)
         start = self.timer.mark()
         self.optimizer.zero_grad(set_to_none=True)
