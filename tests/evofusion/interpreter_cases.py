@@ -97,6 +97,28 @@ def under_autocast(case: cases.Case) -> list[CheckResult]:
     return [*results, CheckResult("dtypes", not dtypes, f"differ: {dtypes}")]
 
 
+COMPILED = (
+    "transition without norm and residual",
+    "heads alone",
+    "attention output without gate",
+    "conditioned transition, odd conditioning",
+    "windowed attention, masks, padded head dim",
+)
+
+
+def under_compile(case: cases.Case) -> list[CheckResult]:
+    """One graph under torch.compile, with the values and strides of the plain call."""
+    torch._dynamo.reset()
+    compiled = torch.compile(case.operator, fullgraph=True, backend="aot_eager")
+    found, plain = gradients_by_name(compiled, case.inputs), case.run()
+    return [
+        CheckResult(
+            name, torch.equal(found[name], t) and found[name].stride() == t.stride(), "as without torch.compile"
+        )
+        for name, t in plain.items()
+    ]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Whatever the kernels leave unwritten shows up as NaN.
@@ -111,4 +133,7 @@ if __name__ == "__main__":
     for name in UNDER_AUTOCAST:
         results = under_autocast(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} autocast"] = [[r.name, r.ok, r.detail] for r in results]
+    for name in COMPILED:
+        results = under_compile(CASES[name](cases.Draw(torch.float32, "cpu")))
+        found[f"{name} compiled"] = [[r.name, r.ok, r.detail] for r in results]
     json.dump(found, sys.stdout)
