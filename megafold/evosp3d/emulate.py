@@ -1,8 +1,8 @@
 """One rank of many on one device: right shapes, memory and bytes, wrong values.
 
 torch's fake process group answers every collective at once and writes nothing; what it leaves unwritten is zero-filled
-(see :mod:`megafold.evosp3d.collectives`), or NaNs would reach the alignment's singular values. Rank 0 is the one to measure:
-its blocks are the longest.
+(in :mod:`megafold.evosp3d.collectives`), or NaNs would reach the alignment's singular values. Rank 0 is the one to
+measure: its blocks are the longest.
 """
 
 from __future__ import annotations
