@@ -81,7 +81,7 @@ def test_workloads_arrange_labels_and_recycles():
     assert set(drawn) == {1, 2, 3, 4}
     assert drawn == [arrange(full, "as_published", step)["num_recycling_steps"] for step in range(200)]
     assert {recycles("core", step) for step in range(20)} == {1}
-    with pytest.raises(ValueError, match="one of core, full, as_published"):
+    with pytest.raises(ValueError, match="one of core, full, full_one_rollout, as_published"):
         arrange(full, "half", 0)
 
 
