@@ -154,7 +154,7 @@ def prepare_cache(out: Path, msa_depth: int | None) -> None:
     """An empty cache where there is none; whatever killed builds left long ago is removed."""
     cache.create(out, msa_depth=msa_depth)
     shards.remove_parts(shards.folder_of(out))
-    shards.remove_parts(out.parent)
+    shards.remove_parts(out.parent, of=out.name)
 
 
 def _not_indexed(out: Path, msa_depth: int) -> dict[str, str]:

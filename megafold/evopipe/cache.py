@@ -73,9 +73,9 @@ class StructureCache:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._reset()
         self.path = Path(path)
         self._expected = b""  # checksum of the index that the process had open from which this reader was sent
-        self._reset()
 
     def _reset(self) -> None:
         self._index: Index | None = None
@@ -87,8 +87,8 @@ class StructureCache:
         return {"path": self.path, "expected": self._index.digest if self._index is not None else self._expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.path, self._expected = state["path"], state["expected"]
         self._reset()
+        self.path, self._expected = state["path"], state["expected"]
 
     def __enter__(self) -> StructureCache:
         return self
@@ -103,6 +103,9 @@ class StructureCache:
         for handle in self._shards.values():
             os.close(handle)
         self._reset()
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def index(self) -> Index:

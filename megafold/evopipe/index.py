@@ -80,36 +80,57 @@ class Index:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        with safe_hdf5.opened(self.path) as file:
-            numbers = {name: safe_hdf5.number(file, name) for name in NUMBERS}
-            if numbers["schema"] != SCHEMA_VERSION:
-                problem = f"{numbers['schema']} found, this version reads {SCHEMA_VERSION}: build the cache anew"
-                raise InputError(self.path, "schema", problem)
-            if None in numbers.values() or not 0 < numbers["name_width"] <= MAX_NAME or numbers["entries"] < 0:
-                raise InputError(self.path, "cache", "corrupt index (header)")
-            self.dtype = row_type(numbers["name_width"])
-            names = safe_hdf5.check_dataset(file, "shards")
-            shards = safe_hdf5.table(file, "shards", np.dtype(f"S{names.dtype.itemsize}"))
-            self._blocks = safe_hdf5.table(file, "blocks", _block_type(numbers["name_width"]))
-            if safe_hdf5.digest(file) != _digest(numbers, shards, self._blocks):
-                raise InputError(self.path, "cache", "corrupt index (checksum)")
-            self.digest = safe_hdf5.digest(file)
-            handle = os.open(self.path, os.O_RDONLY)
+        self.path, self._handle = Path(path), -1
+        self._handle = self._kept_open()
+        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def _kept_open(self) -> int:
+        """Read the tables; the open file that they are of, also when a build replaces it at this moment."""
+        while True:
+            try:
+                handle = os.open(self.path, os.O_RDONLY)
+            except OSError:
+                handle = -1  # told by what opens it next
+            try:
+                with safe_hdf5.opened(self.path) as file:
+                    if handle >= 0 and os.path.samestat(os.fstat(handle), os.stat(self.path)):
+                        self._read_tables(file)
+                        return handle
+            except BaseException:
+                if handle >= 0:
+                    os.close(handle)
+                raise
+            if handle >= 0:
+                os.close(handle)
+
+    def _read_tables(self, file: h5py.File) -> None:
+        numbers = {name: safe_hdf5.number(file, name) for name in NUMBERS}
+        if numbers["schema"] != SCHEMA_VERSION:
+            problem = f"{numbers['schema']} found, this version reads {SCHEMA_VERSION}: build the cache anew"
+            raise InputError(self.path, "schema", problem)
+        if None in numbers.values() or not 0 < numbers["name_width"] <= MAX_NAME or numbers["entries"] < 0:
+            raise InputError(self.path, "cache", "corrupt index (header)")
+        self.dtype = row_type(numbers["name_width"])
+        names = safe_hdf5.check_dataset(file, "shards")
+        shards = safe_hdf5.table(file, "shards", np.dtype(f"S{names.dtype.itemsize}"))
+        self._blocks = safe_hdf5.table(file, "blocks", _block_type(numbers["name_width"]))
+        self.digest = safe_hdf5.digest(file)
+        if self.digest != _digest(numbers, shards, self._blocks):
+            raise InputError(self.path, "cache", "corrupt index (checksum)")
         self.msa_depth, self._count = numbers["msa_depth"], numbers["entries"]
         self.shards = [name.decode() for name in shards.tolist()]
         wrong = [name for name in self.shards if os.path.basename(name) != name or name in ("", ".", "..")]
         if wrong or len(self._blocks) != -(-self._count // BLOCK_ROWS):
-            os.close(handle)
             raise InputError(self.path, "cache", f"corrupt index ({'a shard elsewhere' if wrong else 'blocks'})")
-        self._handle = handle
-        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def close(self) -> None:
         """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
         self._handle = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return self._count

@@ -7,6 +7,7 @@ write to one file, which needs no lock. What one shard holds is in its own table
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -197,7 +198,7 @@ def write_file(path: Path, data: Any) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{PART}")  # process ids repeat from machine to machine
     try:
         with part.open("wb") as stream:
             stream.write(data)
@@ -242,10 +243,10 @@ def read_shard(path: Path, msa_depth: int | None = None) -> ShardTable:
     return ShardTable(path, rows, [Finding.from_json(json.loads(line)) for line in lines], numbers["written"])
 
 
-def remove_parts(folder: Path, older_than: float = ABANDONED) -> int:
-    """Remove what killed writers left unfinished; how many files."""
+def remove_parts(folder: Path, older_than: float = ABANDONED, of: str = "") -> int:
+    """Remove what killed writers left unfinished (of files whose names start with `of`); how many files."""
     removed = 0
-    for path in folder.glob(f".*{PART}"):
+    for path in folder.glob(f".{glob.escape(of)}*{PART}"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime >= older_than:
                 path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -284,3 +285,10 @@ def test_memory_of_a_reader_does_not_grow_with_the_depth_of_an_alignment(tmp_pat
     add(path, make_entry("small"), deep)
     done = subprocess.run([sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, timeout=120)
     assert float(done.stdout) < 24, done.stdout + done.stderr
+
+
+def test_readers_that_are_dropped_close_their_files(file):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        StructureCache(file).read("1abc-assembly1")
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
