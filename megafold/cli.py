@@ -153,7 +153,10 @@ def verify(
 
 @app.command()
 def tune(
-    out: Annotated[Path | None, typer.Option(help="JSON table to write (default: the shipped one)")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder for the tables; MEGAFOLD_TABLES names it later (default: rewrite the shipped ones)"),
+    ] = None,
 ) -> None:
     """Measure launch configurations on this device and rewrite its tables."""
     from megafold.evoflash3d.tune import tune as tune_evoflash3d

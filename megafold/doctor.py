@@ -37,7 +37,7 @@ def _devices() -> list[str]:
     from megafold.triton_support import why_not
 
     if not torch.cuda.is_available():
-        return ["device cpu: everything runs; EvoFlash-3D as the chunked reference; memory is the process's peak RSS"]
+        return ["device cpu: everything runs, kernels as PyTorch references; memory is the process's peak RSS"]
     lines = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -45,5 +45,5 @@ def _devices() -> list[str]:
         told = f"{peak[0] / 1e12:.0f} TFLOP/s bf16 ({peak[1]})" if peak else "peak unknown: no MFU is reported"
         lines.append(f"device {index} {facts.name}, {facts.total_memory / 2**30:.0f} GiB: {told}")
         reason = why_not(torch.device("cuda", index))
-        lines.append(f"device {index} EvoFlash-3D: {'Triton kernels' if reason is None else f'{reason}'}")
+        lines.append(f"device {index} EvoFlash-3D, EvoFusion: {'Triton kernels' if reason is None else f'{reason}'}")
     return lines

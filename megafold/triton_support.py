@@ -91,7 +91,22 @@ def load_table(package: str, arch: str) -> dict:
 
 def shipped_table(package: str, arch: str) -> dict:
     """The table that the package brings for one of ARCHITECTURES."""
-    return json.loads((Path(__file__).parent / package / "tables" / f"{arch}.json").read_text())
+    return json.loads(_shipped_path(package, arch).read_text())
+
+
+def write_table(table: dict, package: str, out: Path | None) -> Path:
+    """Write a table, whole or not at all, to OUT/<package>/<architecture>.json; None: in place of the shipped one."""
+    arch = table["architecture"]
+    path = _shipped_path(package, arch) if out is None else Path(out) / package / f"{arch}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(table, indent=2) + "\n")
+    partial.replace(path)
+    return path
+
+
+def _shipped_path(package: str, arch: str) -> Path:
+    return Path(__file__).parent / package / "tables" / f"{arch}.json"
 
 
 def float32_precision() -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,13 +44,14 @@ def candidates(kernel: str, bits: str, arch: str) -> Iterator[dict]:
         yield config
 
 
-def tune(out: Path | str, *, head_dims: tuple[int, ...] = (32, 64), progress: bool = True) -> Path:
+def tune(out: Path | None = None, *, head_dims: tuple[int, ...] = (32, 64), progress: bool = True) -> Path:
     """Time every candidate for bf16 and fp32, each head dim and each length bucket, and write the fastest.
 
     Compiling takes most of it: some 300 kernels at 1-3 s for the two default head dims.
 
     Args:
-        out: directory; the table goes to OUT/evoflash3d/<architecture>.json. Point `MEGAFOLD_TABLES` at it to use it.
+        out: directory; the table goes to OUT/evoflash3d/<architecture>.json, used where `MEGAFOLD_TABLES` names
+            OUT. None: it takes the place of the shipped one.
         head_dims: 32, 64 and 128 are what tables distinguish; head dims left out keep the shipped configuration.
 
     Returns:
@@ -66,7 +65,7 @@ def tune(out: Path | str, *, head_dims: tuple[int, ...] = (32, 64), progress: bo
         raise RuntimeError(f"nothing to tune: {triton_support.why_not(device)}")
     arch = triton_support.architecture(device.index)
     table = copy.deepcopy(triton_support.shipped_table("evoflash3d", triton_support.table_architecture(arch)))
-    table["architecture"] = arch
+    table["architecture"] = triton_support.table_architecture(arch)
     table["source"] = f"measured on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
     work = list(itertools.product((("16", torch.bfloat16), ("32", torch.float32)), head_dims, LENGTHS))
     for (bits, dtype), head_dim, bucket in tqdm(work, disable=not progress, desc="evoflash3d"):
@@ -74,12 +73,7 @@ def tune(out: Path | str, *, head_dims: tuple[int, ...] = (32, 64), progress: bo
             old = table["configs"][kernel][bits][f"D{head_dim}"][bucket]
             tried = [old, *candidates(kernel, bits, arch)]
             table["configs"][kernel][bits][f"D{head_dim}"][bucket] = min(tried, key=lambda c, run=run: _time(run, c))
-    path = Path(out) / "evoflash3d" / f"{triton_support.table_architecture(arch)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(table, indent=2) + "\n")
-    partial.replace(path)
-    return path
+    return triton_support.write_table(table, "evoflash3d", out)
 
 
 def _runners(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,13 +42,14 @@ def candidates(config: dict, arch: str) -> Iterator[dict]:
             yield {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage}
 
 
-def tune(out: Path | str, *, kernels: tuple[str, ...] = (), progress: bool = True) -> Path:
+def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bool = True) -> Path:
     """Time every candidate of each kernel in bf16, inside of its operator forward and backward, and keep the fastest.
 
     Candidates that spill or do not fit lose by their time, or are skipped. fp32 keeps the shipped configurations.
 
     Args:
-        out: directory; the table goes to OUT/evofusion/<architecture>.json. Point `MEGAFOLD_TABLES` at it to use it.
+        out: directory; the table goes to OUT/evofusion/<architecture>.json, used where `MEGAFOLD_TABLES` names
+            OUT. None: it takes the place of the shipped one.
         kernels: names in the table; all by default.
 
     Returns:
@@ -73,12 +72,7 @@ def tune(out: Path | str, *, kernels: tuple[str, ...] = (), progress: bool = Tru
                 tried = [config, *candidates(config, arch)]
                 best = min(tried, key=lambda c, kernel=kernel, run=run: _time(kernel, run, c))
                 table["configs"][kernel][bits] = best
-    path = Path(out) / "evofusion" / f"{table['architecture']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(table, indent=2) + "\n")
-    partial.replace(path)
-    return path
+    return triton_support.write_table(table, "evofusion", out)
 
 
 def _runner(kernel: str, device: torch.device) -> Callable[[], object]:

@@ -23,7 +23,7 @@ from megafold.train.parallel import Parallel
 from megafold.train.ranks import Place, device_of, find_place, joined
 from megafold.train.stop import StopRequest
 from megafold.train.trainer import StepResult, Trainer
-from megafold.train.workload import arrange
+from megafold.train.workload import arrange, rollouts
 
 _CPU_ALLOCATOR = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory")
 
@@ -283,10 +283,13 @@ def _model(config: TrainConfig) -> torch.nn.Module:
         model = build_model(config.model.preset, **config.model.overrides)
     except InputError as error:
         raise InputError(config.file, f"model.overrides.{error.field}", error.problem) from None
-    if config.plan != Plan.none():
+    if config.plan != Plan.none() or rollouts(config.workload):
         from megafold.model.optimize import optimize
 
-        print(optimize(model, config.plan), flush=True)
+        try:
+            print(optimize(model, config.plan, rollouts=rollouts(config.workload)), flush=True)
+        except ValueError as error:
+            raise InputError(config.file, "workload", f"{config.workload}: {error}") from None
     return model
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from megafold import triton_support
 from megafold.evoflash3d import tune, verify
 from megafold.evoflash3d.reference import eager_attention
 
@@ -46,3 +49,13 @@ def test_every_tuning_candidate_reads_a_padded_bias_within_bounds():
             found = list(tune.candidates(kernel, "16", arch))
             assert found and all(PADDING % c["block_i"] == 0 and PADDING % c["block_j"] == 0 for c in found)
             assert not any("tma" in c for c in found) or arch == "sm_90"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["in place of the shipped one", "in a folder"])
+def test_a_tuned_table_is_written_whole(monkeypatch, tmp_path, own):
+    shipped = tmp_path / "evoflash3d" / "tables" / "sm_90.json"
+    monkeypatch.setattr(triton_support, "_shipped_path", lambda package, arch: shipped)
+    table = {"architecture": "sm_90", "source": "measured on this card", "configs": {}}
+    path = triton_support.write_table(table, "evoflash3d", tmp_path / "own" if own else None)
+    assert path == (tmp_path / "own" / "evoflash3d" / "sm_90.json" if own else shipped)
+    assert json.loads(path.read_text()) == table and list(path.parent.iterdir()) == [path]

@@ -168,6 +168,11 @@ def test_unknown_model_option_is_told_by_field(tmp_path):
         train(_config(tmp_path, model={"preset": "tiny", "overrides": {"dim_pear": 3}}))
 
 
+def test_one_rollout_under_a_plan_that_cannot_is_told(tmp_path):
+    with pytest.raises(InputError, match=r"run.yaml: workload: full_one_rollout: .*rollouts"):
+        train(_config(tmp_path, workload="full_one_rollout"))
+
+
 def test_half_precision_on_a_cpu_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"run.yaml: dtype"):
         train(_config(tmp_path, dtype="bf16"))
