@@ -21,6 +21,7 @@ from megafold.evopipe.layout import FIRST_ATOMISED, KINDS, LIGAND, Entry
 
 WEIGHTS = {"contiguous": 0.2, "spatial": 0.4, "interface": 0.4}  # AF3 supplement 2.7
 INTERFACE_DISTANCE = 15.0  # angstrom, between center atoms of two chains
+MAX_PAIRS = 1 << 20  # of tokens whose distances are computed at once
 CHAIN_WEIGHT, INTERFACE_WEIGHT = 0.5, 1.0  # AF3 supplement 2.5.1: beta
 TYPE_WEIGHTS = {"protein": 3.0, "rna": 3.0, "dna": 3.0, "ligand": 1.0}  # alpha
 
@@ -80,15 +81,15 @@ def _spatial_crop(tokens, crop_size: int, chains, *, interface: bool, rng: np.ra
     An unresolved residue is nowhere: it is no center, and is taken only when the crop has room for everything else. So
     the resolved tokens of these crops are those that the baseline takes, which knows no others.
     """
-    placed = np.flatnonzero(_is_placed(tokens))
-    seen, keep = tokens[placed], np.zeros(len(tokens), bool)
-    centers = np.flatnonzero(np.isin(seen["chain"], chains))
-    if interface and len(np.unique(seen["chain"])) > 1:
+    placed, keep = np.flatnonzero(_is_placed(tokens)), np.zeros(len(tokens), bool)
+    position, chain = tokens["crop_position"][placed].astype(np.float64), tokens["chain"][placed]
+    centers = np.flatnonzero((chain == chains[0]) | (chain == chains[1]))
+    if interface and (chain != chain[0]).any():
         # The baseline finds the interface among the tokens of the two chains, and takes their places in that selection
         # for places in the structure.
-        near = np.flatnonzero(_near_another_chain(seen[centers]))
+        near = np.flatnonzero(_near_another_chain(position[centers], chain[centers]))
         centers = near if len(near) else centers
-    keep[placed[spatial(seen, int(rng.choice(centers)), crop_size)]] = True
+    keep[placed[_nearest(position, int(rng.choice(centers)), crop_size)]] = True
     keep[np.flatnonzero(~keep)[: max(0, crop_size - len(placed))]] = True
     return keep
 
@@ -170,25 +171,47 @@ def contiguous(chain: np.ndarray, crop_size: int, rng: np.random.Generator) -> n
 
 def spatial(tokens: np.ndarray, center: int, crop_size: int) -> np.ndarray:
     """AlphaFold-Multimer algorithm 2: the tokens nearest to a token; ties go to the earlier one. bool [N]."""
-    position = tokens["crop_position"].astype(np.float64)
-    distance = np.linalg.norm(position - position[center], axis=-1) + 1e-3 * np.arange(len(tokens))
     keep = np.zeros(len(tokens), bool)
-    keep[np.argsort(distance, kind="stable")[:crop_size]] = True
+    keep[_nearest(tokens["crop_position"].astype(np.float64), center, crop_size)] = True
     return keep
 
 
-def _near_another_chain(tokens: np.ndarray) -> np.ndarray:
-    """Which tokens are within 15 angstrom of a token of another chain; trees, because N^2 distances may not fit."""
+def _nearest(position: np.ndarray, center: int, count: int) -> np.ndarray:
+    """Indices of the `count` tokens of algorithm 2, the nearest first."""
+    distance = np.linalg.norm(position - position[center], axis=-1) + 1e-3 * np.arange(len(position))
+    return np.argsort(distance, kind="stable")[:count]
+
+
+def _near_another_chain(position: np.ndarray, chain: np.ndarray) -> np.ndarray:
+    """Which tokens are within 15 angstrom of a token of another chain: bool [N] of positions float64 [N, 3].
+
+    Of two chains only what lies in reach of the other one's box is compared, pair by pair. Trees do the rest, because
+    N^2 distances may not fit.
+    """
+    found = np.zeros(len(chain), bool)
+    present = np.unique(chain)
+    if len(present) == 2:
+        a, b = (np.flatnonzero(chain == one) for one in present)
+        reach = INTERFACE_DISTANCE + 1e-6  # the box may take in more, but nothing less
+        a, b = a[_in_box(position[a], position[b], reach)], b[_in_box(position[b], position[a], reach)]
+        if len(a) * len(b) <= MAX_PAIRS:
+            x, y, z = (position[a, axis][:, None] - position[b, axis] for axis in range(3))
+            near = x * x + y * y + z * z < INTERFACE_DISTANCE**2
+            found[a], found[b] = near.any(axis=1), near.any(axis=0)
+            return found
     from scipy.spatial import cKDTree
 
-    position, chain = tokens["crop_position"].astype(np.float64), tokens["chain"]
-    found = np.zeros(len(tokens), bool)
-    for one in np.unique(chain):
+    for one in present:
         mine = chain == one
         if not mine.all():
             nearest, _ = cKDTree(position[~mine]).query(position[mine], distance_upper_bound=INTERFACE_DISTANCE)
             found[mine] = np.isfinite(nearest)
     return found
+
+
+def _in_box(position: np.ndarray, others: np.ndarray, reach: float) -> np.ndarray:
+    """Which positions are within `reach` of the box around the others, along each axis."""
+    return ((position >= others.min(axis=0) - reach) & (position <= others.max(axis=0) + reach)).all(axis=-1)
 
 
 def _touch(tokens: np.ndarray, first: int, second: int) -> bool:

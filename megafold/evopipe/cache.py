@@ -8,6 +8,7 @@ reading an entry does not involve the HDF5 library. A reader may be sent to fork
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from megafold.evopipe.shards import folder_of, row_type
 PACKAGES = ("alphafold3-pytorch", "rdkit", "biotite", "gemmi", "numpy")
 OPEN_SHARDS = 32
 MAX_META = 1 << 28  # bytes
+MAX_RUNS = 48  # of columns in a block of 256 that are copied run by run
 LAZY = ("msa", *codec.SPARSE)  # read by rows and columns, the rest as a whole
 
 
@@ -213,7 +215,7 @@ class StructureCache:
             block = self._block(name, array, place)
             if down.stop - down.start < len(block):
                 block = block[rows[down] - first]
-            out[down, across] = block.take(columns[across] - left, axis=1)
+            _copy_columns(block, columns[across] - left, out[down, across])
         return out
 
     def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
@@ -288,6 +290,16 @@ class Names(Sequence):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.cache.index.find(name) is not None
+
+
+def _copy_columns(block: np.ndarray, columns: np.ndarray, out: np.ndarray) -> None:
+    """out[...] = block[:, columns] of ascending columns. A crop is made of runs, which are copied as such."""
+    starts = np.flatnonzero(np.diff(columns, prepend=-2) != 1)
+    if len(starts) > MAX_RUNS:
+        block.take(columns, axis=1, out=out) if out.flags.c_contiguous else np.copyto(out, block.take(columns, axis=1))
+        return
+    for first, last in itertools.pairwise([*starts.tolist(), len(columns)]):
+        out[:, first:last] = block[:, columns[first] : columns[first] + last - first]
 
 
 def _inflate(data: bytes, limit: int) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -100,7 +101,7 @@ def pack(array: np.ndarray, corner: tuple[int, ...], block: tuple[int, ...], lev
 
 def unpack(data: bytes, dtype: np.dtype, block: tuple[int, ...]) -> np.ndarray:
     """The opposite of `pack`. Raises BadBlock; never makes more than the block's own size."""
-    size = int(np.prod(block)) * dtype.itemsize
+    size = math.prod(block) * dtype.itemsize
     inflate = zlib.decompressobj()
     try:
         raw = inflate.decompress(data, size + 1)

@@ -16,6 +16,10 @@ from megafold.evopipe import layout, molecules
 from megafold.evopipe.layout import Entry
 
 EPS = 1e-20  # the baseline's, in the length of a vector
+FAR = 1e4  # angstrom: the baseline's distance of an atom to itself and to atoms that are not there
+MIN_ANGLE = 25.0  # degrees between the edges of a frame, and to a straight line
+CLEAR_ANGLE = 0.05  # degrees: more than float32 can be wrong by, at these angles and the lengths of bonds
+ROUNDINGS = 64
 
 
 class Crop:
@@ -31,13 +35,13 @@ class Crop:
         self.entry, self.keep = entry, keep
         self.index = np.flatnonzero(keep)
         self.new = np.cumsum(keep) - 1  # old token -> new token, where kept
-        self.tokens = arrays["tokens"][self.index]
+        self.tokens = layout.take_rows(arrays["tokens"], self.index)
         self.atom_index = np.flatnonzero(keep[arrays["atoms"]["token"]])
-        self.atoms = arrays["atoms"][self.atom_index]
+        self.atoms = layout.take_rows(arrays["atoms"], self.atom_index)
         n = len(self.tokens)
         starts = np.flatnonzero(np.r_[True, self.tokens["residue"][1:] != self.tokens["residue"][:-1]])
         self.residue_starts, self.residue_tokens = starts, np.diff(np.r_[starts, n])
-        self.residues = arrays["residues"][self.tokens["residue"][starts]]
+        self.residues = layout.take_rows(arrays["residues"], self.tokens["residue"][starts])
         self.residue_of_token = np.repeat(np.arange(len(starts)), self.residue_tokens)
         self.atomised = self.tokens["kind"] >= layout.FIRST_ATOMISED
         self.residue_atomised = self.atomised[starts]
@@ -100,18 +104,24 @@ def _entity_and_symmetry(segments, n: int) -> tuple[np.ndarray, np.ndarray]:
     return entity, symmetry
 
 
-def _symmetry_mismatch(chain, entity, symmetry, component) -> bool:
-    """Does some entity occur in chains whose component sequences differ? The baseline then installs no mmCIF bond."""
-    sequences = {asym: component[chain == asym].tobytes() for asym in np.unique(chain)}
-    for one in np.unique(entity):
-        mine = entity == one
-        groups = {tuple(np.unique(chain[mine & (symmetry == sym)])) for sym in np.unique(symmetry[mine])}
-        if len({b"".join(sequences[asym] for asym in sorted(group)) for group in groups}) > 1:
-            return True
+def _symmetry_mismatch(segments, chain, component) -> bool:
+    """Does some entity occur in chains whose component sequences differ? The baseline then installs no mmCIF bond.
+
+    Each copy of an entity is one segment, which is part of one chain.
+    """
+    homes: dict[str, set[int]] = {}
+    for sequence, first, _, _ in segments:
+        homes.setdefault(sequence, set()).add(int(chain[first]))
+    sequences: dict[int, bytes] = {}
+    for found in homes.values():
+        if len(found) > 1:
+            sequences |= {one: component[chain == one].tobytes() for one in found - sequences.keys()}
+            if len({sequences[one] for one in found}) > 1:
+                return True
     return False
 
 
-def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool, exact: bool) -> np.ndarray:
+def _token_bonds(crop: Crop, segments, *, training: bool, exact: bool) -> np.ndarray:
     n = len(crop.tokens)
     bonds = np.zeros((n, n), bool)
     for _, first, count, atomised in segments:
@@ -128,14 +138,15 @@ def _token_bonds(crop: Crop, segments, entity, symmetry, *, training: bool, exac
         row, column = crop.new[ends[(ends >= 0).all(axis=-1) & crop.keep[ends].all(axis=-1)]].T
         bonds[row, column] = bonds[column, row] = True
         return bonds
-    if _symmetry_mismatch(tokens["chain"], entity, symmetry, tokens["component"]):
+    if _symmetry_mismatch(segments, tokens["chain"], tokens["component"]):
         return bonds
     used: dict[int, int] = {}
-    for link in links:
+    sides = ([f"{name}_{side}" for name in ("key", "start", "count")] for side in ("first", "second"))
+    first, second = (zip(*(links[name].tolist() for name in names)) for names in sides)
+    for link in zip(first, second):
         ends = []
-        for side in ("first", "second"):
-            start, count, key = link[f"start_{side}"], link[f"count_{side}"], int(link[f"key_{side}"])
-            kept = [token for token in candidates[start : start + count] if crop.keep[token]]
+        for key, start, count in link:
+            kept = [token for token in candidates[start : start + count].tolist() if crop.keep[token]]
             # a repeated bond of the same atom denotes the next token of that name
             ends.append((key, kept[used.get(key, 0)]) if used.get(key, 0) < len(kept) else None)
         if None in ends:
@@ -153,21 +164,68 @@ def _ligand_frames(crop: Crop) -> np.ndarray:
     A frame joins a token and the two nearest center atoms of the same chain in the crop.
     """
     frames = np.zeros((len(crop.tokens), 3), np.int64)
-    chain = crop.tokens["chain"]
+    chain, positions, resolved = (crop.tokens[name] for name in ("chain", "center_position", "center_resolved"))
     for asym in np.unique(chain[crop.atomised]):
         members = np.flatnonzero(chain == asym)
-        position = torch.from_numpy(np.ascontiguousarray(crop.tokens["center_position"][members]))
-        resolved = torch.from_numpy(np.ascontiguousarray(crop.tokens["center_resolved"][members]))
-        nearest = _nearest_two(position, resolved)
-        left, center, right = position[nearest].unbind(dim=-2)
-        first, second = (functional.normalize(edge, dim=-1, eps=EPS) for edge in (left - center, right - center))
-        degree = torch.rad2deg(torch.acos((first * second).sum(dim=-1))).abs()
-        bad = (degree < 25.0) | ((180.0 - degree).abs() < 25.0) | (nearest == -1).any(dim=-1)
+        wanted = np.flatnonzero(crop.atomised[members])
+        found = frames_of_chain(positions[members], resolved[members], wanted)
         # In every chain but the first the baseline adds the chain's first token to the "no frame" value -1 as well.
-        frames[members] = torch.where(bad[:, None], -1, nearest).numpy() + members[0]
+        frames[members[wanted]] = found + members[0]
     none = (frames == -1).any(axis=-1, keepdims=True)
     local = np.where(crop.atomised, crop.local, crop.tokens["center"])
     return np.where(none, frames, crop.token_offsets[frames] + local[frames])
+
+
+def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """(nearest, itself, second nearest) of some center atoms of a chain, int64 [wanted, 3]; -1 where there is no frame.
+
+    Args:
+        position: of all center atoms, float32 [n, 3], angstrom.
+        resolved: bool [n].
+        wanted: indices of those whose frames are asked for, int64.
+    """
+    if len(position) < 3 or int(resolved.sum()) < 3:
+        return np.full((len(wanted), 3), -1)
+    found = _clear_frames(position, resolved, wanted)
+    return _rounded_frames(position, resolved)[wanted] if found is None else found
+
+
+def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
+    """`frames_of_chain`, or None where the rounding of the baseline's distances or angles may have decided."""
+    if not resolved[wanted].all():
+        return None
+    where = position.astype(np.float64)
+    squares = ((where[wanted, None] - where) ** 2).sum(axis=-1)
+    squares[:, ~resolved] = np.inf
+    squares[np.arange(len(wanted)), wanted] = np.inf
+    order = np.argpartition(squares, min(2, len(position) - 1), axis=-1)[:, :3]
+    values = np.take_along_axis(squares, order, axis=-1)
+    rank = np.argsort(values, axis=-1)
+    order, values = (np.take_along_axis(one, rank, axis=-1) for one in (order, values))
+    # float32 |a|^2 + |b|^2 - 2ab: some ten roundings of terms of at most 4 |a|^2, on either side of a comparison
+    error = ROUNDINGS * np.finfo(np.float32).eps * max(1.0, float((where[resolved] ** 2).sum(axis=-1).max()))
+    clear = (values[:, 0] > error) & (values[:, 1] - values[:, 0] > error) & (values[:, 2] - values[:, 1] > error)
+    if not (clear & (values[:, 1] < FAR**2 / 4)).all():
+        return None
+    nearest = np.stack([order[:, 0], wanted, order[:, 1]], axis=-1)
+    first, second = where[nearest[:, 0]] - where[wanted], where[nearest[:, 2]] - where[wanted]
+    cosine = (first * second).sum(axis=-1) / np.sqrt(values[:, 0] * values[:, 1])
+    degree = np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0)))
+    if not (np.minimum(abs(degree - MIN_ANGLE), abs(degree - (180.0 - MIN_ANGLE))) > CLEAR_ANGLE).all():
+        return None
+    bad = (degree < MIN_ANGLE) | (degree > 180.0 - MIN_ANGLE)
+    return np.where(bad[:, None], -1, nearest)
+
+
+def _rounded_frames(position: np.ndarray, resolved: np.ndarray) -> np.ndarray:
+    """`frames_of_chain` of all atoms with the baseline's own operations, and so with its rounding."""
+    position, resolved = (torch.from_numpy(np.ascontiguousarray(one)) for one in (position, resolved))
+    nearest = _nearest_two(position, resolved)
+    left, center, right = position[nearest].unbind(dim=-2)
+    first, second = (functional.normalize(edge, dim=-1, eps=EPS) for edge in (left - center, right - center))
+    degree = torch.rad2deg(torch.acos((first * second).sum(dim=-1))).abs()
+    bad = (degree < MIN_ANGLE) | ((180.0 - degree).abs() < MIN_ANGLE) | (nearest == -1).any(dim=-1)
+    return torch.where(bad[:, None], -1, nearest).numpy()
 
 
 def _nearest_two(position: Tensor, resolved: Tensor) -> Tensor:
@@ -175,10 +233,9 @@ def _nearest_two(position: Tensor, resolved: Tensor) -> Tensor:
     n = len(position)
     if n < 3 or int(resolved.sum()) < 3:
         return torch.full((n, 3), -1)
-    far = 1e4
     distance = torch.cdist(position[None], position[None])  # the baseline's batched call: the same rounding, same ties
-    distance.masked_fill_(torch.eye(n, dtype=torch.bool), far)
-    distance.masked_fill_(~(resolved[:, None] & resolved[None, :])[None], far)
+    distance.masked_fill_(torch.eye(n, dtype=torch.bool), FAR)
+    distance.masked_fill_(~(resolved[:, None] & resolved[None, :])[None], FAR)
     nearest = (-distance).topk(2, dim=-1).indices[0]
     return torch.stack([nearest[:, 0], torch.arange(n), nearest[:, 1]], dim=-1)
 
@@ -251,7 +308,7 @@ def structure_features(
         "additional_molecule_feats": additional,
         "is_molecule_types": np.arange(layout.NUM_MOLECULE_TYPES) == molecule_type[:, None],
         "is_molecule_mod": modified,
-        "token_bonds": _token_bonds(crop, segments, entity, symmetry, training=training, exact=exact_bonds),
+        "token_bonds": _token_bonds(crop, segments, training=training, exact=exact_bonds),
         "atom_parent_ids": np.repeat(chain_of_residue, crop.residue_atoms),
         "missing_atom_mask": np.ascontiguousarray(crop.atoms["missing"]),
         "atom_molecules": molecule.astype(np.int32),

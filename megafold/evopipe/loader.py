@@ -57,13 +57,14 @@ def compact_features(
     arrays = entry.arrays
     values = arrays["deletion_values"]
     codes = deletions.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16)
-    arrays_of_template = {name: np.ascontiguousarray(arrays[name][:, keep]) for name in GEOMETRY}
+    index = np.flatnonzero(keep)
+    arrays_of_template = {name: arrays[name].take(index, axis=1) for name in GEOMETRY}
     made = {
         "msa_classes": np.ascontiguousarray(msa),
         "deletion_codes": codes,
         "deletion_values": values.astype(np.float32),
         "msa_mask": np.ones(len(msa), bool),
-        "additional_token_feats": arrays["profile"][keep],
+        "additional_token_feats": arrays["profile"].take(index, axis=0),
         "template_mask": arrays["template_mask"].copy(),
         **arrays_of_template,
     }
