@@ -15,6 +15,7 @@ from megafold.evopipe.expand import expand
 from megafold.evopipe.loader import CachedStructures
 from megafold.evopipe.measure import (
     blocks_of,
+    processor_seconds,
     read_blocks,
     read_cached_example,
     read_stock_example,
@@ -72,13 +73,15 @@ class DataSession:
 
     def _around(self, entry: str, example: dict[str, Any]) -> dict[str, float]:
         blocks = blocks_of(self._dataset, entry)
+        whole, least = processor_seconds(self._dataset, entry)
         bare, _ = _timed(lambda: read_blocks(blocks))
         library, _ = _timed(lambda: read_with_hdf5(self._dataset, entry))
         batch = {name: _batched(value, self._device) for name, value in example.items()}
         self._wait()
         expanding, expanded = _timed(lambda: (expand(batch), self._wait())[0])
         size = float(_tensor_bytes(expanded))
-        return {"bare_read": bare, "hdf5_read": library, "expand": expanding, "expanded_bytes": size}
+        processor = {"example_cpu": whole, "bare_cpu": least, "over_bare": whole / max(least, 1e-9)}
+        return processor | {"bare_read": bare, "hdf5_read": library, "expand": expanding, "expanded_bytes": size}
 
     def suspend(self) -> None:
         """Nothing is kept between examples."""
@@ -95,6 +98,12 @@ class DataSession:
         if self._cached:
             device = f"one-hot and pair features of one example on the device ({self._device.type})"
             found["bare_read_time"] = _metric(samples["bare_read"], "s", "pread and inflate of the same blocks alone")
+            text = "of the process, for one example, all threads"
+            found["example_processor_time"] = _metric(samples["example_cpu"], "s", text)
+            text = "of the process, for pread and inflate of the same blocks alone"
+            found["bare_read_processor_time"] = _metric(samples["bare_cpu"], "s", text)
+            text = "example_processor_time by bare_read_processor_time, one example at a time"
+            found["processor_time_over_bare_read"] = _metric(samples["over_bare"], "x", text)
             found["hdf5_read_time"] = _metric(samples["hdf5_read"], "s", "the same datasets through the HDF5 library")
             found["expand_time"] = _metric(samples["expand"], "s", device)
             found["expanded_memory"] = _metric(samples["expanded_bytes"], "MiB", "the example expanded", 1 / MIB)

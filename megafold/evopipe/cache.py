@@ -263,10 +263,14 @@ class StructureCache:
         return int(self.row(name)["msa_rows"])
 
     def read_alignment(self, name: str, rows: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept]."""
+        """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept].
+
+        The deletions are uint8 where every code of the entry fits, as in almost every one; else uint16.
+        """
         columns = np.flatnonzero(keep)
         sparse = {array: self._array(name, array) for array in codec.SPARSE}
-        deletions = codec.dense_deletions(sparse, rows, columns, len(keep))
+        small = int(sparse["deletion_codes"].max(initial=0)) < 256
+        deletions = codec.dense_deletions(sparse, rows, columns, len(keep), "u1" if small else "<u2")
         return self._window(name, "msa", rows, columns), deletions
 
     def verify(self) -> Iterator[str]:

@@ -56,18 +56,23 @@ def stored(entry: Entry) -> dict[str, np.ndarray]:
     }
 
 
-def dense_deletions(arrays: dict[str, np.ndarray], rows: np.ndarray, columns: np.ndarray, width: int) -> np.ndarray:
-    """`deletions` at some rows and columns (ascending indices) of `width`: uint16 [rows, columns]."""
-    starts, out = arrays["deletion_starts"].astype(np.int64), np.zeros((len(rows), len(columns)), "<u2")
-    counts = starts[rows + 1] - starts[rows]
-    if counts.sum() == 0:
+def dense_deletions(
+    arrays: dict[str, np.ndarray], rows: np.ndarray, columns: np.ndarray, width: int, dtype: str = "<u2"
+) -> np.ndarray:
+    """`deletions` at some rows and columns (ascending indices) of `width`: [rows, columns] of `dtype`."""
+    starts, out = arrays["deletion_starts"].astype(np.int64), np.zeros((len(rows), len(columns)), dtype)
+    first = starts[rows]
+    counts = starts[rows + 1] - first
+    ends = np.cumsum(counts)
+    if ends[-1] == 0:
         return out
-    place = np.repeat(starts[rows] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+    place = np.repeat(first - ends + counts, counts) + np.arange(ends[-1])
     new = np.full(width, -1)
     new[columns] = np.arange(len(columns))
     column = new[arrays["deletion_columns"][place]]
-    kept = column >= 0
-    out[np.repeat(np.arange(len(rows)), counts)[kept], column[kept]] = arrays["deletion_codes"][place[kept]]
+    kept = np.flatnonzero(column >= 0)
+    target = np.repeat(np.arange(len(rows)) * len(columns), counts)[kept] + column[kept]
+    out.reshape(-1)[target] = arrays["deletion_codes"][place[kept]]
     return out
 
 

@@ -19,7 +19,7 @@ EPS = 1e-20  # the baseline's, in the length of a vector
 FAR = 1e4  # angstrom: the baseline's distance of an atom to itself and to atoms that are not there
 MIN_ANGLE = 25.0  # degrees between the edges of a frame, and to a straight line
 CLEAR_ANGLE = 0.05  # degrees: more than float32 can be wrong by, at these angles and the lengths of bonds
-ROUNDINGS = 64
+ROUNDINGS = 32  # of float32 in the difference of two squared distances, generously
 
 
 class Crop:
@@ -124,10 +124,11 @@ def _symmetry_mismatch(segments, chain, component) -> bool:
 def _token_bonds(crop: Crop, segments, *, training: bool, exact: bool) -> np.ndarray:
     n = len(crop.tokens)
     bonds = np.zeros((n, n), bool)
+    flat = bonds.reshape(-1)
     for _, first, count, atomised in segments:
-        if not atomised:  # the baseline leaves the last bond of each run out
-            left = np.arange(first, first + count - 2)
-            bonds[left, left + 1] = bonds[left + 1, left] = True
+        if not atomised and count > 2:  # the baseline leaves the last bond of each run out
+            start, stop = first * (n + 1), (first + count - 2) * (n + 1)
+            flat[start + 1 : stop + 1 : n + 1] = flat[start + n : stop + n : n + 1] = True
     bonds[crop.bonds[:, 0], crop.bonds[:, 1]] = bonds[crop.bonds[:, 1], crop.bonds[:, 0]] = True
     links, candidates = crop.entry.arrays["links"], crop.entry.arrays["link_tokens"]
     tokens = crop.tokens
@@ -187,7 +188,7 @@ def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarr
     if len(position) < 3 or int(resolved.sum()) < 3:
         return np.full((len(wanted), 3), -1)
     found = _clear_frames(position, resolved, wanted)
-    return _rounded_frames(position, resolved)[wanted] if found is None else found
+    return _rounded_frames(position, resolved, wanted) if found is None else found
 
 
 def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
@@ -202,7 +203,7 @@ def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray
     values = np.take_along_axis(squares, order, axis=-1)
     rank = np.argsort(values, axis=-1)
     order, values = (np.take_along_axis(one, rank, axis=-1) for one in (order, values))
-    # float32 |a|^2 + |b|^2 - 2ab: some ten roundings of terms of at most 4 |a|^2, on either side of a comparison
+    # float32 |a|^2 + |b|^2 - 2ab: at most 13 epsilon |a|^2 on either side of a comparison
     error = ROUNDINGS * np.finfo(np.float32).eps * max(1.0, float((where[resolved] ** 2).sum(axis=-1).max()))
     clear = (values[:, 0] > error) & (values[:, 1] - values[:, 0] > error) & (values[:, 2] - values[:, 1] > error)
     if not (clear & (values[:, 1] < FAR**2 / 4)).all():
@@ -217,27 +218,21 @@ def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray
     return np.where(bad[:, None], -1, nearest)
 
 
-def _rounded_frames(position: np.ndarray, resolved: np.ndarray) -> np.ndarray:
-    """`frames_of_chain` of all atoms with the baseline's own operations, and so with its rounding."""
-    position, resolved = (torch.from_numpy(np.ascontiguousarray(one)) for one in (position, resolved))
-    nearest = _nearest_two(position, resolved)
-    left, center, right = position[nearest].unbind(dim=-2)
+def _rounded_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """`frames_of_chain` with the baseline's own operations, and so with its rounding."""
+    arrays = (np.ascontiguousarray(one) for one in (position, resolved, wanted))
+    where, known, rows = (torch.from_numpy(one) for one in arrays)
+    # all distances in the baseline's batched call: the same rounding, same ties; the rest goes row by row
+    distance = torch.cdist(where[None], where[None])[0, rows]
+    distance[torch.arange(len(rows)), rows] = FAR
+    distance.masked_fill_(~(known[rows, None] & known), FAR)
+    nearest = (-distance).topk(2, dim=-1).indices
+    nearest = torch.stack([nearest[:, 0], rows, nearest[:, 1]], dim=-1)
+    left, center, right = where[nearest].unbind(dim=-2)
     first, second = (functional.normalize(edge, dim=-1, eps=EPS) for edge in (left - center, right - center))
     degree = torch.rad2deg(torch.acos((first * second).sum(dim=-1))).abs()
-    bad = (degree < MIN_ANGLE) | ((180.0 - degree).abs() < MIN_ANGLE) | (nearest == -1).any(dim=-1)
+    bad = (degree < MIN_ANGLE) | ((180.0 - degree).abs() < MIN_ANGLE)
     return torch.where(bad[:, None], -1, nearest).numpy()
-
-
-def _nearest_two(position: Tensor, resolved: Tensor) -> Tensor:
-    """(nearest, itself, second nearest) of each position, int64 [n, 3]; -1 when fewer than three are resolved."""
-    n = len(position)
-    if n < 3 or int(resolved.sum()) < 3:
-        return torch.full((n, 3), -1)
-    distance = torch.cdist(position[None], position[None])  # the baseline's batched call: the same rounding, same ties
-    distance.masked_fill_(torch.eye(n, dtype=torch.bool), FAR)
-    distance.masked_fill_(~(resolved[:, None] & resolved[None, :])[None], FAR)
-    nearest = (-distance).topk(2, dim=-1).indices[0]
-    return torch.stack([nearest[:, 0], torch.arange(n), nearest[:, 1]], dim=-1)
 
 
 def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:

@@ -50,13 +50,13 @@ def compact_features(
         entry: the uncropped structure; its alignment is not needed.
         keep: bool [N].
         msa: residue classes, uint8 [S, n].
-        deletions: index into the entry's `deletion_values`, uint16 [S, n].
+        deletions: index into the entry's `deletion_values`, uint8 or uint16 [S, n].
         training: install the bonds of the mmCIF file, as the baseline does in training only.
         exact_bonds: all of those bonds; the baseline misses most of ligands (`crop.structure_features`).
     """
     arrays = entry.arrays
     values = arrays["deletion_values"]
-    codes = deletions.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16)
+    codes = deletions.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16, copy=False)
     index = np.flatnonzero(keep)
     arrays_of_template = {name: arrays[name].take(index, axis=1) for name in GEOMETRY}
     made = {
