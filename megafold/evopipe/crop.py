@@ -19,6 +19,7 @@ EPS = 1e-20  # the baseline's, in the length of a vector
 FAR = 1e4  # angstrom: the baseline's distance of an atom to itself and to atoms that are not there
 MIN_ANGLE = 25.0  # degrees between the edges of a frame, and to a straight line
 CLEAR_ANGLE = 0.05  # degrees: more than float32 can be wrong by, at these angles and the lengths of bonds
+MAX_CLEAR = 8  # among more atoms some distances are always too close to tell
 ROUNDINGS = 32  # of float32 in the difference of two squared distances, generously
 
 
@@ -193,7 +194,7 @@ def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarr
 
 def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
     """`frames_of_chain`, or None where the rounding of the baseline's distances or angles may have decided."""
-    if not resolved[wanted].all():
+    if len(wanted) > MAX_CLEAR or not resolved[wanted].all():
         return None
     where = position.astype(np.float64)
     squares = ((where[wanted, None] - where) ** 2).sum(axis=-1)
