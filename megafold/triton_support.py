@@ -94,6 +94,20 @@ def shipped_table(package: str, arch: str) -> dict:
     return json.loads(_shipped_path(package, arch).read_text())
 
 
+def table_to_tune(package: str) -> tuple[torch.device, dict]:
+    """The device at hand and a copy of the shipped table of its architecture, marked as measured there.
+
+    Raises:
+        RuntimeError: there is no device that Triton kernels run on.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not runs_kernels(device):
+        raise RuntimeError(f"nothing to tune: {why_not(device)}")
+    arch = table_architecture(architecture(device.index))
+    source = f"measured on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
+    return device, shipped_table(package, arch) | {"architecture": arch, "source": source}
+
+
 def write_table(table: dict, package: str, out: Path | None) -> Path:
     """Write a table, whole or not at all, to OUT/<package>/<architecture>.json; None: in place of the shipped one."""
     arch = table["architecture"]

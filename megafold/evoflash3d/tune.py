@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -60,13 +59,8 @@ def tune(out: Path | None = None, *, head_dims: tuple[int, ...] = (32, 64), prog
     Raises:
         RuntimeError: there is no device that Triton kernels run on.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not triton_support.runs_kernels(device):
-        raise RuntimeError(f"nothing to tune: {triton_support.why_not(device)}")
+    device, table = triton_support.table_to_tune("evoflash3d")
     arch = triton_support.architecture(device.index)
-    table = copy.deepcopy(triton_support.shipped_table("evoflash3d", triton_support.table_architecture(arch)))
-    table["architecture"] = triton_support.table_architecture(arch)
-    table["source"] = f"measured on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
     work = list(itertools.product((("16", torch.bfloat16), ("32", torch.float32)), head_dims, LENGTHS))
     for (bits, dtype), head_dim, bucket in tqdm(work, disable=not progress, desc="evoflash3d"):
         for kernel, run in _runners(LENGTHS[bucket], head_dim, dtype, device).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -58,13 +57,8 @@ def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bo
     Raises:
         RuntimeError: there is no device that Triton kernels run on.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not triton_support.runs_kernels(device):
-        raise RuntimeError(f"nothing to tune: {triton_support.why_not(device)}")
+    device, table = triton_support.table_to_tune("evofusion")
     arch = triton_support.architecture(device.index)
-    table = copy.deepcopy(triton_support.shipped_table("evofusion", triton_support.table_architecture(arch)))
-    table["architecture"] = triton_support.table_architecture(arch)
-    table["source"] = f"measured on {torch.cuda.get_device_name(device)} with torch {torch.__version__}"
     for kernel in tqdm(kernels or list(table["configs"]), disable=not progress, desc="evofusion"):
         run = _runner(kernel, device)
         for bits, config in table["configs"][kernel].items():
