@@ -280,7 +280,9 @@ def _contenders(path: Path, content: Any, providers: Sequence[str]) -> list[tupl
             problem = f"unknown provider {provider!r}; there are {', '.join(providers)}"
             raise InputError(path, f"{where}.provider", problem)
         plan = _mapping(path, f"{where}.plan", entry.get("plan", {}))
-        Plan.from_mapping(plan, file=f"{path}: {where}.plan")
+        switches = Plan.from_mapping(plan, file=f"{path}: {where}.plan").as_dict()
+        if plan or provider == "megafold":  # all of them: another default is another point, not the same one again
+            plan = switches
         workloads = _listed(entry.get("workloads", []))
         for workload in workloads:
             if all(workload not in names for names in WORKLOADS.values()):

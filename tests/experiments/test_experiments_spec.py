@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,14 @@ SETTING = Setting(
     protocol=Protocol(visits=2, warmup=1, repeats=2, timeout_s=300),
 )
 EAGER = Contender("eager", "eager")
-HALF = Contender("half", "megafold", (("sdpa", False),))
+
+
+def planned(name: str, **switches: bool) -> Contender:
+    """A contender of MegaFold's: its plan states every switch."""
+    return Contender(name, "megafold", tuple(sorted(Plan(**switches).as_dict().items())))
+
+
+HALF = planned("half", sdpa=False)
 
 
 @pytest.fixture
@@ -72,7 +79,7 @@ def test_axes_multiply_and_the_cache_is_used_up_to_its_length(sweep_file):
 
 def test_contenders_default_to_the_provider_of_their_name(sweep_file):
     contenders = load_sweep(str(sweep_file)).comparisons[0].contenders
-    assert contenders == (EAGER, Contender("megafold", "megafold"), HALF)
+    assert contenders == (EAGER, planned("megafold"), HALF)
 
 
 def test_a_size_replaces_shape_and_protocol_by_key_and_contenders_as_a_whole(sweep_file):
@@ -187,14 +194,26 @@ def test_the_ablation_has_each_switch_alone_and_all_but_it():
     for switch in switches:
         assert plans[f"only-{switch}"] == {name: name == switch for name in switches}
         assert plans[f"without-{switch}"] == {name: name != switch for name in switches}
-    assert plans["megafold"] == {}
+    assert plans["megafold"] == Plan().as_dict()
+
+
+def test_a_point_states_every_switch_so_that_another_default_is_another_point(monkeypatch):
+    def point():
+        (comparison, *_) = load_sweep("iteration").comparisons
+        return next(point for point in comparison.points if point.contender.name == "megafold")
+
+    before = point()
+    assert dict(before.contender.plan) == Plan().as_dict()
+    monkeypatch.setattr(Plan, "as_dict", lambda plan: {**asdict(plan), "sdpa": not plan.sdpa})
+    assert point().id != before.id
 
 
 def test_ids_are_stable():
     # Ids name the records of finished measurements: a change of these strings orphans every result that users have.
     assert Point(SETTING, EAGER).id == "core-n64-synthetic-fp32-eager-83e2b72a"
-    assert Point(SETTING, HALF).id == "core-n64-synthetic-fp32-half-cb398671"
-    assert Comparison(SETTING, (EAGER, HALF)).id == "core-n64-synthetic-fp32-3e45cb9d"
+    half = Contender("half", "megafold", (("sdpa", False),))
+    assert Point(SETTING, half).id == "core-n64-synthetic-fp32-half-cb398671"
+    assert Comparison(SETTING, (EAGER, half)).id == "core-n64-synthetic-fp32-3e45cb9d"
 
 
 def test_the_time_out_is_not_part_of_the_id_and_everything_else_is():
