@@ -15,12 +15,13 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942")
 """Architectures with a shipped table of launch configurations."""
 
 
-@functools.cache
+# Looked up once, here: torch.compile does not trace a search for modules.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def triton_problem() -> str | None:
     """Why no Triton kernel can run in this process whatever the device, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    return None
+    return None if _HAS_TRITON else "triton is not installed"
 
 
 def runs_kernels(device: torch.device) -> bool:

@@ -14,7 +14,8 @@ Nothing here has run on a GPU yet; `Emulated` has the same interface and checks 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -148,7 +149,7 @@ class BlockGraphs:
 
         leaves_of_nothing = [None if torch.is_tensor(leaf) else leaf for leaf in leaves]
         parameters = [p for module in layer if module is not None for p in module.parameters() if p.requires_grad]
-        cell = shape.cell(layer, call, parameters)
+        cell = shape.cell(id(layer), [module for module in layer if module is not None], call, parameters)
         outputs = _Replayed.apply(cell, len(tensors), *tensors, *parameters)
         return tree_unflatten(list(outputs), cell.structure)
 
@@ -171,11 +172,13 @@ class _Shape:
         self.wants = [tensor.requires_grad for tensor in tensors]
         self._cells: dict[int, _Cell] = {}
 
-    def cell(self, layer: Sequence[Module | None], call: Callable[..., Any], parameters: list[Tensor]) -> _Cell:
+    def cell(
+        self, key: int, modules: Sequence[Module], call: Callable[..., Any], parameters: list[Tensor]
+    ) -> _Cell:
         places = tuple(parameter.data_ptr() for parameter in parameters)
-        found = self._cells.get(id(layer))
+        found = self._cells.get(key)
         if found is None or found.places != places:
-            found = self._cells[id(layer)] = _Cell(self, call, parameters, places)
+            found = self._cells[key] = _Cell(self, modules, call, parameters, places)
         return found
 
 
@@ -183,10 +186,15 @@ class _Cell:
     """One block at one shape; graphs are recorded when they are first needed."""
 
     def __init__(
-        self, shape: _Shape, call: Callable[..., Any], parameters: list[Tensor], places: tuple[int, ...]
+        self,
+        shape: _Shape,
+        modules: Sequence[Module],
+        call: Callable[..., Any],
+        parameters: list[Tensor],
+        places: tuple[int, ...],
     ) -> None:
         self.shape, self.places = shape, places
-        self._call, self._parameters = call, parameters
+        self._modules, self._call, self._parameters = modules, call, parameters
         self._forward: tuple[Callable[[], None], list[Tensor]] | None = None
         # By which outputs have a gradient: nothing flows back to what no loss depends on.
         self._backward: dict[tuple[bool, ...], tuple[Callable[[], None], list[Tensor], _Gradients]] = {}
@@ -243,8 +251,12 @@ class _Cell:
     def _compute_gradients(self, facts: _Gradients) -> list[Tensor]:
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(w) for t, w in zip(self.shape.inputs, self.shape.wants)]
-            outputs = tree_flatten(self._call(inputs))[0]
-        sources = [t for t in inputs if t.requires_grad] + self._parameters
+            # Leaves of this recording: the parameters' own belong to the stream of the step, which must not be waited
+            # for in a capture.
+            weights = [parameter.detach().requires_grad_() for parameter in self._parameters]
+            with _in_place_of(self._parameters, weights, self._modules):
+                outputs = tree_flatten(self._call(inputs))[0]
+        sources = [t for t in inputs if t.requires_grad] + weights
         pairs = [(o, g) for o, g in zip(outputs, facts.given) if o.requires_grad and g is not None]
         outputs, given = zip(*pairs)
         found = torch.autograd.grad(outputs, sources, given, allow_unused=True)
@@ -264,6 +276,26 @@ class _Gradients:
     given: list[Tensor | None]
     inputs: list[int] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def _in_place_of(parameters: Sequence[Tensor], others: Sequence[Tensor], modules: Sequence[Module]) -> Iterator[None]:
+    """The modules compute with ``others`` instead of ``parameters``."""
+    other = {id(parameter): tensor for parameter, tensor in zip(parameters, others)}
+    places = [
+        (owner._parameters, name, parameter)
+        for module in modules
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if id(parameter) in other
+    ]
+    try:
+        for owned, name, parameter in places:
+            owned[name] = other[id(parameter)]
+        yield
+    finally:
+        for owned, name, parameter in places:
+            owned[name] = parameter
 
 
 class _Replayed(torch.autograd.Function):

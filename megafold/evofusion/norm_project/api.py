@@ -119,8 +119,9 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, *grads):
     if all(grad is None for grad in grads):
         return (None,) * 8
-    given = _backward_op(*grads, *ctx.saved_tensors, ctx.count, ctx.dtype)
-    return (*(None if t is None else grad for t, grad in zip(ctx.saved_tensors, given)), None, None)
+    tensors = ctx.saved_tensors  # once: under checkpointing they cannot be unpacked again
+    given = _backward_op(*grads, *tensors, ctx.count, ctx.dtype)
+    return (*(None if t is None else grad for t, grad in zip(tensors, given)), None, None)
 
 
 _PARAMETERS = "Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor? weight, Tensor? bias, Tensor? head_weight"
