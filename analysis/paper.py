@@ -121,6 +121,7 @@ class Claim:
     hardware: str = ""
     gpus: int = 1
     n_tokens: int | None = None
+    model: str = "paper"
 
 
 CLAIMS = (
@@ -128,7 +129,7 @@ CLAIMS = (
     Claim("Iteration time, PyTorch / MegaFold", "iteration", "iteration_speedup", "NVIDIA H200 141GB", 1, 512),
     Claim("Iteration time, PyTorch / MegaFold", "iteration", "iteration_speedup", "AMD MI250 64GB", 1, 384),
     Claim("Peak memory, PyTorch / MegaFold", "iteration", "peak_memory_ratio", "NVIDIA H200 141GB", 1, 512),
-    Claim("Model FLOPs utilisation at 1.81e9 parameters", "model_size", "mfu_at_1.81B_parameters"),
+    Claim("Model FLOPs utilisation at 1.81e9 parameters", "model_size", "mfu_at_1.81B_parameters", model="paper-1.8b"),
 )
 
 
@@ -167,8 +168,14 @@ def _claimed(claim: Claim, records: Sequence[Record]) -> list[tuple[str, str, bo
     found = []
     for record in records:
         setting = record.point.setting
-        fits = setting.what == "iteration" and setting.model == "paper" and length(record) == claim.n_tokens
+        fits = setting.what == "iteration" and setting.model == claim.model and claim.n_tokens in (None, length(record))
         if not fits or record.point.contender.name != "megafold" or record.vendor == "cpu":
+            continue
+        if claim.quantity.startswith("mfu"):
+            value = _value(record, "mfu")
+            if isinstance(value, float):
+                told = f"{device_label(record)}, N = {length(record)}, workload {setting.workload}, {setting.data} data"
+                found.append((f"{value:.1f} %", told, True))  # the paper names no card for it
             continue
         quantity = {"iteration_speedup": "iteration_time", "peak_memory_ratio": "peak_memory"}.get(claim.quantity)
         rival = next(
@@ -194,12 +201,12 @@ def _why_not(claim: Claim, records: Sequence[Record], elsewhere: Sequence[tuple[
 
 
 def _value(record: Record, quantity: str) -> float | str | None:
-    """Seconds, or GB (1e9 bytes, the paper's unit); "OOM"; None where the record does not hold it."""
+    """Seconds, percent, or GB (1e9 bytes, the paper's unit); "OOM"; None where the record does not hold it."""
     if record.status != "ok":
         return "OOM" if record.status == "oom" else record.status
     values = {found.name: metric.value for found, metric in shown(record).items()}
-    if quantity == "iteration_time":
-        return values.get("iteration_time")
+    if quantity in ("iteration_time", "mfu"):
+        return values.get(quantity)
     memory = next((values[name] for name in LEADING_MEMORY if name in values), None)
     return None if memory is None else memory * 2**30 / GB
 

@@ -141,6 +141,8 @@ class IterationSession:
             metrics[name] = Metric(statistics.fmean(samples[name]), "FLOP", n=len(samples[name]))
         metrics |= self._utilisation(metrics)
         metrics |= self._counts(samples)
+        parameters = sum(parameter.numel() for parameter in self._trainer.parameters)
+        metrics["parameters"] = Metric(float(parameters), "1", definition="trained numbers of the model")
         metrics["loss"] = Metric(samples["loss"][-1], "dimensionless", definition="of the last step")
         return metrics
 

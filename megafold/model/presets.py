@@ -5,6 +5,8 @@ and 2 more features, 33 more features a token, templates with 108 features, 4 ki
 modification, windows of 27 atoms.
 
 * ``paper``: the published model, 456.7 M parameters, with the checkpointing that training at N = 384 needs.
+* ``paper-0.9b``, ``paper-1.8b``: the same widths, deeper: 100 and 200 blocks of the Pairformer, 50 and 100 of the token
+  transformer; 919.6 M and 1.81e9 parameters. All work grows with the blocks, so utilisation can be compared.
 * ``demo``: every module of the published model, two layers each and narrow, for one CPU core.
 * ``tiny``: as small as it goes with every module present, for unit tests.
 """
@@ -141,8 +143,18 @@ def _scaled(*, depth: int, heads: int, head_dim: int, augmentations: int, rollou
     }
 
 
+def _deeper(pairformer: int, token_transformer: int) -> dict[str, Any]:
+    """The published model with other depths of its two large stacks."""
+    model = deepcopy(_PAPER)
+    model["pairformer_stack"]["depth"] = pairformer
+    model["diffusion_module_kwargs"]["token_transformer_depth"] = token_transformer
+    return model
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
+    "paper-0.9b": _deeper(100, 50),
+    "paper-1.8b": _deeper(200, 100),
     "demo": _scaled(
         **{"depth": 2, "heads": 4, "head_dim": 16, "augmentations": 8, "rollout": 4},
         **{"atom": 32, "atompair": 8, "single": 64, "pairwise": 32, "token": 96},

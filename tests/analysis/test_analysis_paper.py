@@ -112,6 +112,16 @@ def test_claims_on_the_papers_card_say_what_still_differs(make):
     assert table.loc["1.62×", "conditions"] == "3.00× on another card: not the paper's hardware (NVIDIA H200)"
 
 
+def test_utilisation_at_the_papers_size_is_a_claim_of_the_deep_model_alone(make):
+    mfu = {"megafold": {**step(1.0, 9.0), "mfu": Metric(41.25, "%")}}
+    paper_size = make(mfu, n_tokens=384, **PAPERS_OWN)
+    assert claims_table(paper_size).set_index("paper").loc["44.9 %", "ours"] == "not measured here"
+    deep = make(mfu, n_tokens=384, **{**PAPERS_OWN, "model": "paper-1.8b"})
+    row = claims_table([*paper_size, *deep]).set_index("paper").loc["44.9 %"]
+    assert row["ours"] == "41.2 %"
+    assert row["conditions"] == "NVIDIA H200, N = 384, workload as_published, cache data"
+
+
 def test_a_claim_needs_both_sides_of_one_run(make):
     eager = make({"eager": step(14, 90)}, n_tokens=512, **PAPERS_OWN)
     megafold = make({"megafold": step(7, 45)}, n_tokens=512, **PAPERS_OWN)

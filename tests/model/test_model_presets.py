@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megafold.errors import InputError
 from megafold.model.build import build_model, model_kwargs
@@ -47,10 +48,17 @@ def test_presets_and_plans_load_without_torch():
 
 
 def test_an_unknown_preset_or_argument_is_told():
-    with pytest.raises(InputError, match="unknown preset 'big'; known: paper, demo, tiny"):
+    with pytest.raises(InputError, match=r"unknown preset 'big'; known: paper, paper-0\.9b, paper-1\.8b, demo, tiny"):
         preset("big")
     with pytest.raises(InputError, match="model: dim_pears: alphafold3-pytorch's model has no such argument"):
         build_model("tiny", dim_pears=3)
+
+
+@pytest.mark.parametrize("name, millions", [("paper", 456.7), ("paper-0.9b", 919.6), ("paper-1.8b", 1809.9)])
+def test_sizes_have_the_parameters_that_they_are_named_for(name, millions):
+    with torch.device("meta"):
+        model = build_model(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_overrides_reach_into_nested_arguments_and_leave_the_preset_alone():
