@@ -18,14 +18,17 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    """sum over s of a[s, i, d] b[s, j, e] weight[p, (d, e)]: a, b [B, S, N, H], weight [P, H * H] -> [B, N, N, P]."""
+    """sum over s of a[s, i, d] b[s, j, e] weight[p, (d, e)], for all rows i of pairs or a block of them.
+
+    a [B, S, R, H], b [B, S, N, H], weight [P, H * H] -> [B, R, N, P].
+    """
     return _forward_op(a, b, weight)
 
 
-def _chunks(a: Tensor) -> Iterator[slice]:
-    size, hidden = a.shape[2:]
+def _chunks(a: Tensor, b: Tensor) -> Iterator[slice]:
+    (rows, hidden), size = a.shape[2:], b.shape[2]
     step = max(1, CHUNK_ELEMENTS // max(1, size * hidden * hidden))
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
@@ -36,16 +39,16 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _forward(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    (batch, _, size, _), w = a.shape, weight.to(a.dtype)
-    out = a.new_empty((batch, size, size, weight.shape[0]))
+    (batch, _, rows, _), w = a.shape, weight.to(a.dtype)
+    out = a.new_empty((batch, rows, b.shape[2], weight.shape[0]))
     for left, right, result in zip(a, b, out):
-        for part in _chunks(a):
+        for part in _chunks(a, b):
             torch.mm(_outer(left[:, part], right), w.mT, out=result[part].view(-1, w.shape[0]))
     return out
 
 
 def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, depth, size, hidden), w = a.shape, weight.to(a.dtype)
+    (batch, depth, size, hidden), w = b.shape, weight.to(a.dtype)
     grad_out = grad_out.contiguous()
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
     grad_a = torch.empty(a.shape, dtype=a.dtype, device=a.device)
@@ -53,7 +56,7 @@ def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[
     grad_weight = torch.zeros(weight.shape, dtype=wide, device=a.device)
     for item in range(batch):
         right = b[item].flatten(1)
-        for part in _chunks(a):
+        for part in _chunks(a, b):
             left = a[item][:, part]
             upstream = grad_out[item, part].flatten(0, 1)
             grad_weight += upstream.mT @ _outer(left, b[item])
@@ -65,7 +68,7 @@ def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[
 
 
 def _fake_forward(a, b, weight):
-    return a.new_empty((a.shape[0], a.shape[2], a.shape[2], weight.shape[0]))
+    return a.new_empty((a.shape[0], a.shape[2], b.shape[2], weight.shape[0]))
 
 
 def _fake_gradients(grad_out, a, b, weight):

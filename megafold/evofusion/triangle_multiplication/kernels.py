@@ -1,12 +1,12 @@
-"""Kernels of triangle multiplication. Operands of the batched product are channels of [B, channels, P, P], rows padded
-to P with zeros.
+"""Kernels of triangle multiplication on R of the N rows of pairs, all of them or a block. Operands of the batched
+product are channels of [B, channels, T, P]: rows padded to T and columns to P with zeros.
 
 `project_kernel`         left and right operands from x: LayerNorm, gated projections, mask.
 `output_kernel`          LayerNorm of the product, output projection, gate, shared dropout, residual.
 `output_gradient_kernel` gradient of the product; gradients of the output projection and of the gate for the weights.
 `input_gradient_kernel`  gradient of x; gradients of values and gates of the projections, in place of the operands'.
 
-The two gradient kernels share [B, 5 C, P, P]: what the weights' gradients need, in the order of the weights' rows.
+The two gradient kernels share [B, 5 C, T, P]: what the weights' gradients need, in the order of the weights' rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megafold.evofusion.tiles import (
 
 
 @triton.jit
-def _place(N, P, BLOCK_L: tl.constexpr):
-    """b, i, j of a program of a grid over [B, P, P], how many j exist, and where row (b, i) starts in [B, N, N]."""
+def _place(R, N, T, P, BLOCK_L: tl.constexpr):
+    """b, i, j of a program of a grid over [B, T, P], how many j exist, and where row (b, i) starts in [B, R, N]."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK_L)
     start = (pid % blocks) * BLOCK_L
-    i = pid // blocks % P
-    b = pid // (blocks * P)
+    i = pid // blocks % T
+    b = pid // (blocks * T)
     j = start + tl.arange(0, BLOCK_L)
-    length = tl.where(i < N, N, 0)  # a padded row has no element
-    return b, i, j, length, (b.to(tl.int64) * N + i) * N
+    length = tl.where(i < R, N, 0)  # a padded row has no element
+    return b, i, j, length, (b.to(tl.int64) * R + i) * N
 
 
 @triton.jit
 def _keep(mask, row, j, length, HAS_MASK: tl.constexpr):
-    """Which elements of the operands are not zero: those inside, and in the mask [B, N, N]."""
+    """Which elements of the operands are not zero: those inside, and in the mask [B, R, N]."""
     if HAS_MASK:
         return tl.load(mask + row + j, mask=j < length, other=0) != 0
     else:
@@ -48,9 +48,9 @@ def _keep(mask, row, j, length, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _column_offsets(b, o, i, channels, P):
-    """Offsets in [B, channels, P, P] of row i of channels o (a vector), 64-bit."""
-    return (b * channels + o).to(tl.int64) * P * P + i * P
+def _column_offsets(b, o, i, channels, T, P):
+    """Offsets in [B, channels, T, P] of row i of channels o (a vector), 64-bit."""
+    return (b * channels + o).to(tl.int64) * T * P + i * P
 
 
 @triton.jit
@@ -63,11 +63,11 @@ def _dropped(dropped, b, i, j, length, d_b, d_i, d_j, column, BLOCK: tl.constexp
 
 @triton.jit
 def project_kernel(
-    x, gamma, beta, w, mask, operands, first, channels, N, P, eps,
+    x, gamma, beta, w, mask, operands, first, channels, R, N, T, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L elements of a row, both operands, from channel `first`. w [4 C, C]: values, then gates."""
-    b, i, j, length, row = _place(N, P, BLOCK_L)
+    b, i, j, length, row = _place(R, N, T, P, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, j, length, C, 0, C), eps, 1)
     normed = tl.trans(affine(x_hat, gamma, beta, C, True).to(w.dtype.element_ty))
     keep = _keep(mask, row, j, length, HAS_MASK)
@@ -75,20 +75,20 @@ def project_kernel(
         values = tl.dot(load_weight(w, o, C, BLOCK_O, C), normed, input_precision=PRECISION)
         gates = tl.dot(load_weight(w, 2 * C + o, C, BLOCK_O, C), normed, input_precision=PRECISION)
         operand = tl.where(keep[None, :], values * sigmoid(gates), 0.0)
-        offsets = _column_offsets(b, first + o + tl.arange(0, BLOCK_O), i, channels, P)
+        offsets = _column_offsets(b, first + o + tl.arange(0, BLOCK_O), i, channels, T, P)
         tl.store(operands + offsets[:, None] + j[None, :], operand.to(operands.dtype.element_ty), mask=(j < P)[None, :])
 
 
 @triton.jit
 def output_kernel(
-    x, gamma, beta, w_gate, product, out_gamma, out_beta, w_out, dropped, out, d_b, d_i, d_j, N, P, eps,
+    x, gamma, beta, w_gate, product, out_gamma, out_beta, w_out, dropped, out, d_b, d_i, d_j, R, N, T, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_DROPPED: tl.constexpr,
     RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L elements of a row of the output."""
-    b, i, j, length, row = _place(N, P, BLOCK_L)
+    b, i, j, length, row = _place(R, N, T, P, BLOCK_L)
     c = tl.arange(0, C)
-    offsets = _column_offsets(b, c, i, C, P)
+    offsets = _column_offsets(b, c, i, C, T, P)
     columns = tl.load(product + offsets[:, None] + j[None, :], mask=(j < P)[None, :], other=0.0)
     p_hat, _ = normalize(columns.to(tl.float32), eps, 0)
     p_hat = p_hat * tl.load(out_gamma + c).to(tl.float32)[:, None] + tl.load(out_beta + c).to(tl.float32)[:, None]
@@ -110,15 +110,15 @@ def output_kernel(
 @triton.jit
 def output_gradient_kernel(
     grad_out, x, gamma, beta, w_gate, product, out_gamma, out_beta, w_out, dropped,
-    grad_product, grads, d_b, d_i, d_j, N, P, eps,
+    grad_product, grads, d_b, d_i, d_j, R, N, T, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_DROPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L elements of a row. The gradient of LN(product) W_out^T goes to the first C channels of grads
-    [B, 5 C, P, P], that of the gate before its sigmoid to the last C."""
-    b, i, j, length, row = _place(N, P, BLOCK_L)
+    [B, 5 C, T, P], that of the gate before its sigmoid to the last C."""
+    b, i, j, length, row = _place(R, N, T, P, BLOCK_L)
     c = tl.arange(0, C)
-    offsets = _column_offsets(b, c, i, C, P)
+    offsets = _column_offsets(b, c, i, C, T, P)
     columns = tl.load(product + offsets[:, None] + j[None, :], mask=(j < P)[None, :], other=0.0)
     p_hat, _ = normalize(columns.to(tl.float32), eps, 0)
     scale = tl.load(out_gamma + c).to(tl.float32)[:, None]
@@ -135,9 +135,9 @@ def output_gradient_kernel(
         upstream = load_rows(grad_out, row, j, length, C, o, BLOCK_O)
         if HAS_DROPPED:
             upstream *= _dropped(dropped, b, i, j, length, d_b, d_i, d_j, o, BLOCK_O)
-        at = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        at = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, T, P)[:, None] + j[None, :]
         of_gate = tl.trans((upstream * projected * gate * (1.0 - gate)).to(w.dtype))
-        tl.store(grads + at + tl.cast(4 * C, tl.int64) * P * P, of_gate, mask=(j < P)[None, :])
+        tl.store(grads + at + tl.cast(4 * C, tl.int64) * T * P, of_gate, mask=(j < P)[None, :])
         upstream = tl.trans((upstream * gate).to(w.dtype))
         tl.store(grads + at, upstream, mask=(j < P)[None, :])
         grad = tl.dot(tl.trans(w), upstream, grad, input_precision=PRECISION)
@@ -152,14 +152,14 @@ def output_gradient_kernel(
 
 @triton.jit
 def input_gradient_kernel(
-    grad_out, x, gamma, beta, w, w_gate, mask, grads, grad_x, N, P, eps,
+    grad_out, x, gamma, beta, w, w_gate, mask, grads, grad_x, R, N, T, P, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, HAS_MASK: tl.constexpr,
     RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L elements of a row. The first 2 C channels of grads [B, 5 C, P, P] hold the gradients of the
+    """One program: BLOCK_L elements of a row. The first 2 C channels of grads [B, 5 C, T, P] hold the gradients of the
     operands and become those of the values; the next 2 C become those of the gates before their sigmoid, and the last C
     hold that of the output gate."""
-    b, i, j, length, row = _place(N, P, BLOCK_L)
+    b, i, j, length, row = _place(R, N, T, P, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, j, length, C, 0, C), eps, 1)
     normed = tl.trans(affine(x_hat, gamma, beta, C, True).to(w.dtype.element_ty))
     keep = _keep(mask, row, j, length, HAS_MASK)
@@ -169,16 +169,16 @@ def input_gradient_kernel(
         w_gates = load_weight(w, 2 * C + o, C, BLOCK_O, C)
         values = tl.dot(w_values, normed, input_precision=PRECISION)
         gates = sigmoid(tl.dot(w_gates, normed, input_precision=PRECISION))
-        offsets = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        offsets = _column_offsets(b, o + tl.arange(0, BLOCK_O), i, 5 * C, T, P)[:, None] + j[None, :]
         upstream = tl.load(grads + offsets, mask=keep[None, :], other=0.0).to(tl.float32)
         grad_v = (upstream * gates).to(w.dtype.element_ty)
         tl.store(grads + offsets, grad_v, mask=(j < P)[None, :])
         grad = tl.dot(tl.trans(grad_v), w_values, grad, input_precision=PRECISION)
         grad_g = (upstream * values * gates * (1.0 - gates)).to(w.dtype.element_ty)
-        tl.store(grads + offsets + tl.cast(2 * C, tl.int64) * P * P, grad_g, mask=(j < P)[None, :])
+        tl.store(grads + offsets + tl.cast(2 * C, tl.int64) * T * P, grad_g, mask=(j < P)[None, :])
         grad = tl.dot(tl.trans(grad_g), w_gates, grad, input_precision=PRECISION)
     for o in range(0, C, BLOCK_O):
-        offsets = _column_offsets(b, 4 * C + o + tl.arange(0, BLOCK_O), i, 5 * C, P)[:, None] + j[None, :]
+        offsets = _column_offsets(b, 4 * C + o + tl.arange(0, BLOCK_O), i, 5 * C, T, P)[:, None] + j[None, :]
         upstream = tl.load(grads + offsets, mask=(j < P)[None, :], other=0.0)
         grad = tl.dot(tl.trans(upstream), load_weight(w_gate, o, C, BLOCK_O, C), grad, input_precision=PRECISION)
     grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
