@@ -18,7 +18,8 @@ class MemoryPeak:
     """Peak memory in bytes.
 
     Attributes:
-        allocated: peak of what tensors held (GPU) or of resident memory (CPU).
+        allocated: peak of what tensors held and what pools of recorded graphs keep besides (GPU), or of resident memory
+            (CPU).
         reserved: peak of what the GPU allocator took from the device; None on a CPU.
         persistent: weights, gradients and optimizer state, as given; None if not given.
         above_persistent: ``allocated - persistent``, the activations and workspace; None if not given.
@@ -66,9 +67,9 @@ class MemoryProbe:
             import torch
 
             torch.cuda.synchronize(self._device)
-            allocated = torch.cuda.max_memory_allocated(self._device)
+            allocated = torch.cuda.max_memory_allocated(self._device) + graph_memory()
             reserved = torch.cuda.max_memory_reserved(self._device)
-            source = "torch.cuda.max_memory_allocated"
+            source = "torch.cuda.max_memory_allocated, and what private pools of graphs hold besides"
         else:
             reserved = None
             allocated = _status_bytes("VmHWM") if self._was_reset else None
@@ -78,6 +79,19 @@ class MemoryProbe:
                 source = "ru_maxrss of the whole process (its peak could not be reset)"
         above = None if persistent is None else allocated - persistent
         return MemoryPeak(allocated, reserved, persistent, above, source)
+
+
+def graph_memory() -> int:
+    """Bytes of all devices that only replays of recorded graphs can use; no tensor of now is in them.
+
+    The allocator does not count what a graph works in as allocated, since it is free while nothing is recorded.
+    """
+    import torch
+
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        s["total_size"] - s["allocated_size"] for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
 
 
 def _status_bytes(field: str) -> int | None:

@@ -25,7 +25,7 @@ from megafold.model.diffusion import alignment_weights, permuted_or_as_is
 from megafold.model.geometry import augmented, distances
 from megafold.model.pair_loss import pair_cross_entropy
 from megafold.model.repeated import Repeated
-from megafold.model.trunk import Trunk, run_trunk
+from megafold.model.trunk import Trunk, bonds_of_tokens, run_trunk
 
 if TYPE_CHECKING:
     from alphafold3_pytorch import Alphafold3
@@ -74,9 +74,10 @@ def training_forward(self: Alphafold3, *, step: Step, **inputs: Any) -> Any:
         return step.stock_forward(self, **inputs)
     if inputs.get("hard_validate") or stock.IS_DEBUGGING:
         _validate(inputs)
+    # First, while the device has nothing to finish before it can answer.
+    chains = _chains(inputs) if inputs["molecule_atom_lens"].shape[0] == 1 else None
     trunk = run_trunk(self, inputs)
     truth = _truth(inputs, trunk)
-    chains = _chains(inputs, trunk) if trunk.mask.shape[0] == 1 else None
     distogram = _distogram_loss(self, step, inputs, trunk, truth)
     diffusion, terms = _diffusion_loss(self, step, inputs, trunk, truth, chains)
     confidence, confidence_terms = self.zero, Terms(*[self.zero] * 4)
@@ -133,9 +134,11 @@ def _truth(inputs: Mapping[str, Any], trunk: Trunk) -> _Truth:
     return _Truth(inputs["atom_pos"], *centres, *representatives, frames, has_frame)
 
 
-def _chains(inputs: Mapping[str, Any], trunk: Trunk) -> Chains:
+def _chains(inputs: Mapping[str, Any]) -> Chains:
     ids, types = inputs["additional_molecule_feats"], inputs["is_molecule_types"]
-    return Chains.read(ids, types, trunk.bonds, trunk.lengths, trunk.atom_mask.shape[1])
+    lengths = inputs["molecule_atom_lens"].clamp(min=0)
+    bonds = bonds_of_tokens(inputs.get("token_bonds"), lengths)
+    return Chains.read(ids, types, bonds, lengths, inputs["atom_inputs"].shape[1])
 
 
 def _distogram_loss(self: Alphafold3, step: Step, inputs: Mapping[str, Any], trunk: Trunk, truth: _Truth) -> Tensor:

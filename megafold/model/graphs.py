@@ -4,20 +4,21 @@ A block has two graphs. The first computes its output without keeping anything; 
 again and then its gradients, so one tensor a block is kept, as under checkpointing. Both read the state of the device's
 generator when they run: put back to where it stood in the forward, it draws the same dropout again.
 
-Graphs hold addresses, so inputs are copied into buffers that all blocks of a shape share, and weights that moved are
-captured anew. All graphs of one shape share a memory pool, in which they need what one block needs: they run one after
-another, and what leaves a graph is copied out. A shape that was not used for longest is dropped with its pool.
+Graphs hold addresses: they read and write buffers (:mod:`megafold.model.buffers`) that all blocks of a shape share, and
+weights that moved are captured anew. A block of a stack writes its output over its input, so nothing is copied between
+two blocks but the tensor that is kept. Graphs run one after another and leave nothing behind in their memory: all of
+all shapes share one pool, in which they need what the largest block needs. A shape that was not used for longest is
+dropped with its buffers; one that is seen for the first time is not recorded yet.
 
-Nothing here has run on a GPU yet; `Emulated` has the same interface and checks everything but the graphs themselves.
+:class:`Emulated` has the interface of captures and checks everything but the graphs themselves, on a CPU.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +26,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-MOST_SHAPES = 4
+from megafold.model.buffers import Buffers, Cell
 
-Compute = Callable[[], list[Tensor]]
+MOST_SHAPES = 12
+KNOWN_SHAPES = 256
+# Blocks on larger tensors (N above 1448, with 128 channels of pairs) keep a device busy without graphs, whose memory
+# nothing else can use.
+MOST_ELEMENTS = 1 << 28
+
+Layer = Sequence[Module | None]
 
 
 class Recorder(Protocol):
@@ -37,10 +45,10 @@ class Recorder(Protocol):
     def runs_on(self, device: torch.device) -> bool: ...
 
     def pool(self) -> Any:
-        """Memory for the recordings of one shape; freed with the last of them."""
+        """Memory for recordings that never run at once and leave nothing in it."""
 
-    def record(self, compute: Compute, pool: Any) -> tuple[Callable[[], None], list[Tensor]]:
-        """What runs it again, and its outputs, which every run writes anew."""
+    def record(self, compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+        """What runs ``compute`` again; it has not run yet."""
 
     def position(self) -> Any:
         """Where the random numbers stand."""
@@ -51,23 +59,37 @@ class Recorder(Protocol):
 class Captured:
     """CUDA and HIP graphs."""
 
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
     def runs_on(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Compute, pool: Any) -> tuple[Callable[[], None], list[Tensor]]:
-        here = torch.cuda.current_stream()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):  # what compiles, tunes or allocates workspace does so before the capture
-            compute()
-        here.wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = compute()
-        return graph.replay, outputs
+    def record(self, compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+        if self._stream is None:  # one for all: memory of a pool is reused on its own stream alone
+            self._stream = torch.cuda.Stream()
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(here)
+        collects = gc.isenabled()
+        gc.disable()  # what a collection frees may talk to the device, which a capture does not survive
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    compute()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        here.wait_stream(self._stream)
+        return graph.replay
 
     def position(self) -> int:
         return self._generator().get_offset()
@@ -88,14 +110,8 @@ class Emulated:
     def pool(self) -> Any:
         return object()
 
-    def record(self, compute: Compute, pool: Any) -> tuple[Callable[[], None], list[Tensor]]:
-        outputs = [output.clone() for output in compute()]
-
-        def replay() -> None:
-            for output, fresh in zip(outputs, compute()):
-                output.copy_(fresh)
-
-        return replay, outputs
+    def record(self, compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+        return compute
 
     def position(self) -> Tensor:
         return torch.get_rng_state()
@@ -105,14 +121,20 @@ class Emulated:
 
 
 class BlockGraphs:
-    """The graphs of a model's blocks, for the last ``most`` shapes."""
+    """The graphs of a model's blocks, for the last ``most`` shapes.
 
-    def __init__(self, recorder: Recorder | None = None, most: int = MOST_SHAPES) -> None:
-        self.recorder, self.most = recorder or Captured(), most
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+    Attributes:
+        patience: how often a shape is only checkpointed before it is recorded: recording pays for what comes again.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, most: int = MOST_SHAPES, patience: int = 0) -> None:
+        self.recorder, self.most, self.patience = recorder or Captured(), most, patience
+        self._shapes: OrderedDict[Hashable, Buffers] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._pool: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraphs:
-        return BlockGraphs(self.recorder, self.most)  # a copy of a model has weights elsewhere
+        return BlockGraphs(self.recorder, self.most, self.patience)  # a copy of a model has weights elsewhere
 
     @property
     def shapes(self) -> int:
@@ -121,194 +143,131 @@ class BlockGraphs:
 
     def release(self) -> None:
         """Drop every graph and its memory."""
-        self._shapes.clear()
+        while self._shapes:
+            self._shapes.popitem()[1].release()
+        self._pool = None
 
     def runs(self, *args: Any) -> bool:
-        """Whether blocks with these arguments can be recorded: all their tensors are on the recorder's device."""
+        """Whether blocks with these arguments are recorded: all tensors on the recorder's device, none too large."""
         tensors = [leaf for leaf in tree_flatten(args)[0] if torch.is_tensor(leaf)]
-        return all(self.recorder.runs_on(tensor.device) for tensor in tensors)
+        return all(self.recorder.runs_on(t.device) and t.numel() <= MOST_ELEMENTS for t in tensors)
 
-    def run(self, block: Callable[..., Any], layer: Sequence[Module | None], *args: Any) -> Any:
+    def run(self, block: Callable[..., Any], layer: Layer, *args: Any) -> Any:
         """``block(layer, *args)``, tensors anywhere in ``args`` and in the result; nothing but they may change."""
+        shape, tensors = self._shape(block, layer, args, 0)
+        if shape is None:
+            return checkpoint(block, layer, *args, use_reentrant=False)
+        return tree_unflatten(_replayed(shape, [layer], tensors), shape.structure)
+
+    def run_stack(
+        self,
+        block: Callable[..., tuple[Tensor, ...]],
+        layers: Sequence[Layer],
+        carried: Sequence[Tensor],
+        *context: Any,
+    ) -> tuple[Tensor, ...]:
+        """``carried = block(layer, *carried, *context)`` for one layer after another."""
+        shape, tensors = self._shape(block, layers[0], (*carried, *context), len(carried))
+        if shape is None:
+            for layer in layers:
+                carried = checkpoint(block, layer, *carried, *context, use_reentrant=False)
+            return tuple(carried)
+        if not shape.chains and shape.gives is not None:
+            wide = [torch.promote_types(tensor.dtype, dtype) for tensor, dtype in zip(carried, shape.gives)]
+            if wide == shape.gives:  # the first block adds to a narrower tensor: it may as well be wide from the start
+                carried = [tensor.to(dtype) for tensor, dtype in zip(carried, wide)]
+                return self.run_stack(block, layers, carried, *context)
+        if not shape.chains:  # what a block gives is no input of the next graph
+            for layer in layers:
+                carried = self.run(block, layer, *carried, *context)
+            return tuple(carried)
+        return tuple(_replayed(shape, layers, tensors))
+
+    def _shape(
+        self, block: Callable[..., Any], layer: Layer, args: Sequence[Any], carried: int
+    ) -> tuple[Buffers | None, list[Tensor]]:
         leaves, structure = tree_flatten(args)
         places = [index for index, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
         tensors = [leaves[index] for index in places]
-        others = tuple(leaf for leaf in leaves if not torch.is_tensor(leaf))
+        others = tuple(None if torch.is_tensor(leaf) else leaf for leaf in leaves)
         device = tensors[0].device.type
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        shape = self._shape((block.__qualname__, kinds, others, str(structure), precision), tensors)
+        key = (block.__qualname__, kinds, others, str(structure), precision, carried)
+        if key in self._shapes:
+            self._shapes.move_to_end(key)
+            return self._shapes[key], tensors
+        if not self._is_known(key):
+            return None, tensors
 
-        def call(given: Sequence[Tensor]) -> Any:
-            filled = list(leaves_of_nothing)
+        def call(layer: Layer, given: Sequence[Tensor]) -> Any:
+            filled = list(others)
             for index, tensor in zip(places, given):
                 filled[index] = tensor
             # Without the cache every graph casts its weights itself, so none reads what another has freed.
             with torch.autocast(device, dtype=precision, enabled=precision is not None, cache_enabled=False):
                 return block(layer, *tree_unflatten(filled, structure))
 
-        leaves_of_nothing = [None if torch.is_tensor(leaf) else leaf for leaf in leaves]
-        parameters = [p for module in layer if module is not None for p in module.parameters() if p.requires_grad]
-        cell = shape.cell(id(layer), [module for module in layer if module is not None], call, parameters)
-        outputs = _Replayed.apply(cell, len(tensors), *tensors, *parameters)
-        return tree_unflatten(list(outputs), cell.structure)
+        while len(self._shapes) >= self.most:
+            self._shapes.popitem(last=False)[1].release()
+        self._pool = self._pool or self.recorder.pool()
+        shape = self._shapes[key] = Buffers(self.recorder, self._pool, call, precision, carried)
+        shape.allocate(layer, tensors)
+        return shape, tensors
 
-    def _shape(self, key: Hashable, tensors: Sequence[Tensor]) -> _Shape:
-        if key in self._shapes:
-            self._shapes.move_to_end(key)
-        else:
-            while len(self._shapes) >= self.most:
-                self._shapes.popitem(last=False)
-            self._shapes[key] = _Shape(self.recorder, tensors)
-        return self._shapes[key]
-
-
-class _Shape:
-    """What the blocks of one shape share: buffers for their inputs, a pool, and the blocks."""
-
-    def __init__(self, recorder: Recorder, tensors: Sequence[Tensor]) -> None:
-        self.recorder, self.pool = recorder, recorder.pool()
-        self.inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-        self.wants = [tensor.requires_grad for tensor in tensors]
-        self._cells: dict[int, _Cell] = {}
-
-    def cell(
-        self, key: int, modules: Sequence[Module], call: Callable[..., Any], parameters: list[Tensor]
-    ) -> _Cell:
-        places = tuple(parameter.data_ptr() for parameter in parameters)
-        found = self._cells.get(key)
-        if found is None or found.places != places:
-            found = self._cells[key] = _Cell(self, modules, call, parameters, places)
-        return found
+    def _is_known(self, key: Hashable) -> bool:
+        seen = self._seen.pop(key, 0)
+        if seen >= self.patience:
+            return True
+        self._seen[key] = seen + 1
+        while len(self._seen) > KNOWN_SHAPES:
+            self._seen.popitem(last=False)
+        return False
 
 
-class _Cell:
-    """One block at one shape; graphs are recorded when they are first needed."""
-
-    def __init__(
-        self,
-        shape: _Shape,
-        modules: Sequence[Module],
-        call: Callable[..., Any],
-        parameters: list[Tensor],
-        places: tuple[int, ...],
-    ) -> None:
-        self.shape, self.places = shape, places
-        self._modules, self._call, self._parameters = modules, call, parameters
-        self._forward: tuple[Callable[[], None], list[Tensor]] | None = None
-        # By which outputs have a gradient: nothing flows back to what no loss depends on.
-        self._backward: dict[tuple[bool, ...], tuple[Callable[[], None], list[Tensor], _Gradients]] = {}
-        self.structure: Any = None
-
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """The outputs, and where the random numbers stood."""
-        recorder = self.shape.recorder
-        position = recorder.position()
-        self._fill(tensors)
-        if self._forward is None:
-            self._forward = recorder.record(self._compute, self.shape.pool)
-            recorder.seek(position)
-        replay, outputs = self._forward
-        replay()
-        return [output.clone() for output in outputs], position
-
-    def backward(
-        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], position: Any
-    ) -> list[Tensor | None]:
-        """Gradients of the inputs and of the parameters, None where there is none."""
-        recorder, now = self.shape.recorder, self.shape.recorder.position()
-        self._fill(tensors)
-        kind = tuple(gradient is not None for gradient in gradients)
-        if kind not in self._backward:
-            facts = _Gradients([None if gradient is None else gradient.clone() for gradient in gradients])
-            recorder.seek(position)
-            self._backward[kind] = (*recorder.record(partial(self._compute_gradients, facts), self.shape.pool), facts)
-        replay, found, facts = self._backward[kind]
-        for buffer, gradient in zip(facts.given, gradients):
-            if buffer is not None:
-                buffer.copy_(gradient)
-        recorder.seek(position)
-        replay()
-        recorder.seek(now)
-        *of_inputs, flat = found
-        results: list[Tensor | None] = [None] * (len(self.shape.inputs) + len(self._parameters))
-        for index, gradient in zip(facts.inputs, of_inputs):
-            results[index] = gradient.clone()
-        sizes = [self._parameters[index].numel() for index in facts.parameters]
-        for index, part in zip(facts.parameters, flat.clone().split(sizes)):
-            results[len(self.shape.inputs) + index] = part.view_as(self._parameters[index])
-        return results
-
-    def _fill(self, tensors: Sequence[Tensor]) -> None:
-        for buffer, tensor in zip(self.shape.inputs, tensors):
-            buffer.copy_(tensor)
-
-    def _compute(self) -> list[Tensor]:
-        with torch.no_grad():
-            outputs, self.structure = tree_flatten(self._call(self.shape.inputs))
-        return outputs
-
-    def _compute_gradients(self, facts: _Gradients) -> list[Tensor]:
-        with torch.enable_grad():
-            inputs = [t.detach().requires_grad_(w) for t, w in zip(self.shape.inputs, self.shape.wants)]
-            # Leaves of this recording: the parameters' own belong to the stream of the step, which must not be waited
-            # for in a capture.
-            weights = [parameter.detach().requires_grad_() for parameter in self._parameters]
-            with _in_place_of(self._parameters, weights, self._modules):
-                outputs = tree_flatten(self._call(inputs))[0]
-        sources = [t for t in inputs if t.requires_grad] + weights
-        pairs = [(o, g) for o, g in zip(outputs, facts.given) if o.requires_grad and g is not None]
-        outputs, given = zip(*pairs)
-        found = torch.autograd.grad(outputs, sources, given, allow_unused=True)
-        wanted = iter(found)
-        of_inputs = [next(wanted) if want else None for want in self.shape.wants]
-        of_parameters = list(wanted)
-        facts.inputs = [index for index, gradient in enumerate(of_inputs) if gradient is not None]
-        facts.parameters = [index for index, gradient in enumerate(of_parameters) if gradient is not None]
-        flat = torch.cat([of_parameters[index].reshape(-1) for index in facts.parameters])
-        return [*(of_inputs[index] for index in facts.inputs), flat]
-
-
-@dataclass
-class _Gradients:
-    """Of one recorded backward: buffers for what comes in, and which inputs and parameters have a gradient."""
-
-    given: list[Tensor | None]
-    inputs: list[int] = field(default_factory=list)
-    parameters: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def _in_place_of(parameters: Sequence[Tensor], others: Sequence[Tensor], modules: Sequence[Module]) -> Iterator[None]:
-    """The modules compute with ``others`` instead of ``parameters``."""
-    other = {id(parameter): tensor for parameter, tensor in zip(parameters, others)}
-    places = [
-        (owner._parameters, name, parameter)
-        for module in modules
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if id(parameter) in other
-    ]
-    try:
-        for owned, name, parameter in places:
-            owned[name] = other[id(parameter)]
-        yield
-    finally:
-        for owned, name, parameter in places:
-            owned[name] = parameter
+def _replayed(shape: Buffers, layers: Sequence[Layer], tensors: Sequence[Tensor]) -> list[Tensor]:
+    cells = [shape.cell(layer) for layer in layers]
+    parameters = [parameter for cell in cells for parameter in cell.parameters]
+    keeps = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *parameters))
+    return list(_Replayed.apply(shape, cells, keeps, len(tensors), *tensors, *parameters))
 
 
 class _Replayed(torch.autograd.Function):
+    """One cell after another; the carried tensors of each are kept, what surrounds them once."""
+
     @staticmethod
-    def forward(ctx: Any, cell: _Cell, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = tensors[:count]
+    def forward(
+        ctx: Any, shape: Buffers, cells: Sequence[Cell], keeps: bool, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        inputs, kept, recorder = tensors[:count], [], shape.recorder
         ctx.set_materialize_grads(False)
-        outputs, ctx.position = cell.forward(inputs)
-        ctx.cell = cell
-        ctx.save_for_backward(*inputs)
+        shape.fill(inputs)
+        ctx.positions = []
+        for index, cell in enumerate(cells):
+            if index and keeps:
+                kept += [buffer.clone() for buffer in shape.inputs[: shape.carried]]
+            ctx.positions.append(recorder.position())
+            cell.forward()
+        outputs = [buffer.clone() for buffer in shape.outputs]
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.shape, ctx.cells = shape, cells
+        if keeps:
+            ctx.save_for_backward(*inputs, *kept)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.cell.backward(ctx.saved_tensors, gradients, ctx.position)
+        shape, recorder, saved = ctx.shape, ctx.shape.recorder, ctx.saved_tensors
+        now, carried, count = recorder.position(), ctx.shape.carried, len(ctx.shape.inputs)
+        shape.fill(saved[carried:count], carried)
+        comes = shape.fill_gradients(gradients)
+        of_parameters: list[list[Tensor | None]] = []
+        for index in reversed(range(len(ctx.cells))):
+            first = count + (index - 1) * carried if index else 0
+            shape.fill(saved[first : first + carried])
+            comes, found = ctx.cells[index].backward(comes, ctx.positions[index])
+            of_parameters.append(found)
+        recorder.seek(now)
+        results = shape.gradients()
+        return None, None, None, None, *results, *(gradient for found in reversed(of_parameters) for gradient in found)

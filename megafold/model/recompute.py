@@ -6,7 +6,7 @@ single conditioning, position encodings), are computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +34,28 @@ def recomputed(function: Callable[..., Any], module: Module, *args: Any) -> Any:
 def in_blocks(self: Module, block: Callable[..., Any], layer: Any, *args: Any) -> Any:
     """``block(layer, *args)``: its arguments are kept, its intermediate results computed again in the backward.
 
-    As a graph where ``self`` has some (see :mod:`megafold.model.graphs`) that run on the arguments' device.
+    As a graph where ``self`` has some (see :mod:`megafold.model.graphs`) for such arguments.
     """
     graphs = getattr(self, GRAPHS, None)
     if graphs is not None and graphs.runs(*args):
         return graphs.run(block, layer, *args)
     return checkpoint(block, layer, *args, use_reentrant=False)
+
+
+def in_stack(
+    self: Module,
+    block: Callable[..., tuple[Tensor, ...]],
+    layers: Sequence[Any],
+    carried: tuple[Tensor, ...],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """``carried = block(layer, *carried, *args)``, one layer after another, each as by :func:`in_blocks`."""
+    graphs = getattr(self, GRAPHS, None)
+    if graphs is not None and layers and graphs.runs(*carried, *args):
+        return graphs.run_stack(block, layers, carried, *args)
+    for layer in layers:
+        carried = checkpoint(block, layer, *carried, *args, use_reentrant=False)
+    return carried
 
 
 def transformer_blocks(
@@ -55,18 +71,16 @@ def transformer_blocks(
 
     The stock module keeps one before the attention and one before the transition.
     """
+    layers, context = list(self.layers), (single_repr, pairwise_repr, mask, windowed_mask)
     first_values = None
-    for layer in self.layers:
-        context = (single_repr, pairwise_repr, mask, windowed_mask, first_values)
-        if self.add_value_residual and first_values is None:
-            noised_repr, first_values = in_blocks(self, _first_block, layer, noised_repr, *context)
-        else:
-            noised_repr = in_blocks(self, _transformer_block, layer, noised_repr, *context)
+    if self.add_value_residual and layers:
+        noised_repr, first_values = in_blocks(self, _first_block, layers.pop(0), noised_repr, *context, None)
+    (noised_repr,) = in_stack(self, _transformer_block, layers, (noised_repr,), *context, first_values)
     return noised_repr
 
 
-def _transformer_block(layer: Any, *args: Any) -> Tensor:
-    return _first_block(layer, *args)[0]
+def _transformer_block(layer: Any, *args: Any) -> tuple[Tensor]:
+    return _first_block(layer, *args)[:1]
 
 
 def _first_block(
@@ -103,16 +117,14 @@ def pairformer_blocks(
     Everything else, value residuals and recurrent depth take the stock way.
     """
     graphs = getattr(self, GRAPHS, None)
-    is_long = pairwise_repr.shape[1] >= GROUPED_FROM and hasattr(self, RECOMPUTES)
+    is_long = hasattr(self, RECOMPUTES) and _are_many(pairwise_repr)
     replays = graphs is not None and graphs.runs(single_repr, pairwise_repr)
     if not (is_long or replays) or self.add_value_residual or self.recurrent_depth > 1:
         stock_way = type(self).to_checkpointed_layers
         return stock_way(self, single_repr=single_repr, pairwise_repr=pairwise_repr, mask=mask)
 
     def group(single: Tensor, pairs: Tensor, layers: list[Any]) -> tuple[Tensor, Tensor]:
-        for layer in layers:
-            single, pairs = in_blocks(self, _pairformer_block, layer, single, pairs, mask)
-        return single, pairs
+        return in_stack(self, _pairformer_block, layers, (single, pairs), mask)
 
     layers = list(self.layers)
     if not is_long:
@@ -122,6 +134,12 @@ def pairformer_blocks(
             group, single_repr, pairwise_repr, layers[start : start + GROUP], use_reentrant=False
         )
     return single_repr, pairwise_repr
+
+
+def _are_many(pairs: Tensor) -> bool:
+    """Whether a long structure's pairs are a large tensor; the rows of one rank of eight are not, for instance."""
+    rows, columns = pairs.shape[1:3]
+    return columns >= GROUPED_FROM and rows * columns * 8 > GROUPED_FROM**2
 
 
 def _pairformer_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -135,9 +153,7 @@ def msa_blocks(
     self: Module, *, pairwise_repr: Tensor, msa: Tensor, mask: Tensor | None = None, msa_mask: Tensor | None = None
 ) -> Tensor:
     """``MSAModule.to_checkpointed_layers`` (AF3 algorithm 8) with a block as the unit: pairs [b, N, N, C]."""
-    for layer in self.layers:
-        pairwise_repr, msa = in_blocks(self, _msa_block, layer, pairwise_repr, msa, mask, msa_mask)
-    return pairwise_repr
+    return in_stack(self, _msa_block, list(self.layers), (pairwise_repr, msa), mask, msa_mask)[0]
 
 
 def _msa_block(

@@ -197,7 +197,10 @@ def _head_dim(attn: Attention) -> int:
 
 def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Replacement]:
     """Stacks that work block by block, and the graphs of the largest of them."""
-    graphs, how = BlockGraphs() if plan.graphs else None, "graphs" if plan.graphs else "recompute"
+    graphs, how = None, "graphs" if plan.graphs else "recompute"
+    if plan.graphs:
+        graphs = BlockGraphs()
+        graphs.patience = 1
     if graphs is not None and model.device.type != "cuda":
         missed.append(("", f"graphs: the model is on {model.device}; blocks run one operator at a time there"))
     stacks: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -64,7 +64,7 @@ def run_trunk(model: Alphafold3, inputs: Mapping[str, Any]) -> Trunk:
     positions = model.relative_position_encoding(additional_molecule_feats=inputs["additional_molecule_feats"])
     is_chained = inputs["is_molecule_types"][..., stock.IS_BIOMOLECULE_INDICES].any(dim=-1)
     positions = torch.where((is_chained.unsqueeze(-1) & is_chained.unsqueeze(-2)).unsqueeze(-1), positions, 0.0)
-    bonds = _bonds(inputs.get("token_bonds"), lengths)
+    bonds = bonds_of_tokens(inputs.get("token_bonds"), lengths)
     pairs_init = pairs_init + positions + model.token_bond_to_pairwise_feat(bonds.type(dtype))
 
     single, pairs = _passes(model, single_init, pairs_init, mask, inputs)
@@ -159,7 +159,7 @@ def _with_language_models(model: Alphafold3, single: Tensor, inputs: Mapping[str
     return single
 
 
-def _bonds(bonds: Tensor | None, lengths: Tensor) -> Tensor:
+def bonds_of_tokens(bonds: Tensor | None, lengths: Tensor) -> Tensor:
     """Bonds of tokens [b, N, N]: symmetric, none of a token with itself; without any given those of neighbours."""
     batch, length = lengths.shape
     place = torch.arange(length, device=lengths.device)

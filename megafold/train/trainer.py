@@ -5,7 +5,6 @@ The measurements of the suite call exactly this step, for every contender, so it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
@@ -162,12 +161,8 @@ class Trainer:
             raise
         after_backward = self.timer.mark()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm).detach()
-        # The only read of a device number in a step: an update with NaN in it would be lost silently.
-        skipped = not math.isfinite(float(loss + grad_norm))
-        if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
+        fails = ~torch.isfinite(loss + grad_norm)
+        skipped = self._update(rate, fails)
         end = self.timer.mark()
         self.steps += 1
         self.skipped += skipped
@@ -181,6 +176,22 @@ class Trainer:
             timer=self.timer,
             marks=(start, after_forward, after_backward, end),
         )
+
+    def _update(self, rate: float, fails: Tensor) -> bool:
+        """Take the optimizer's step unless ``fails``, and return that: the only read of a device number in a step.
+
+        An update with NaN in it would be lost silently. The fused optimizer looks at ``fails`` on the device, so its
+        launches need not wait for the backward to end.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.device.type == "cuda":
+            self.optimizer.found_inf = fails.to(self.device, torch.float32)
+            self.optimizer.step()
+            return bool(fails)
+        if not fails:
+            self.optimizer.step()
+        return bool(fails)
 
     def offload(self) -> None:
         """Drop the gradients and move weights and optimizer state to host memory, to leave the device to another."""

@@ -54,3 +54,28 @@ def test_rigid_alignment_is_the_stock_modules():
         torch.testing.assert_close(found, expected)
     with pytest.raises(torch.linalg.LinAlgError):
         rigid_align(module, pred * float("nan"), true)
+
+
+@pytest.mark.parametrize("kind", ["turned", "mirrored", "noisy", "flat", "one atom", "nothing"])
+def test_rotations_without_a_solver_agree_as_well_as_any(kind):
+    from megafold.model.alignment import _rotation, rotation_by_squaring
+
+    g = torch.Generator().manual_seed(len(kind))
+    true = torch.randn(7, 30, 3, generator=g)
+    turn = torch.linalg.qr(torch.randn(7, 3, 3, generator=g))[0]
+    turn = turn * torch.linalg.det(turn)[:, None, None] * (-1 if kind == "mirrored" else 1)
+    if kind == "flat":
+        true[..., 2] = 0
+    pred = rotated(true, turn)
+    pred = pred + torch.randn(pred.shape, generator=g) * (3 if kind == "noisy" else 0)
+    count = {"one atom": 1, "nothing": 0}.get(kind, 30)
+    covariance = torch.einsum("bni,bnj->bij", true[:, :count], pred[:, :count])
+    expected, found = _rotation(covariance), rotation_by_squaring(covariance)
+    torch.testing.assert_close(found @ found.mT, torch.eye(3).expand(7, 3, 3), rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.linalg.det(found), torch.ones(7))
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    agreement = torch.einsum("bij,bji->b", found.double(), covariance.double())
+    torch.testing.assert_close(agreement, torch.einsum("bij,bji->b", expected.double(), covariance.double()), **close)
+    if kind in ("turned", "flat", "noisy"):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not rotation_by_squaring(covariance * float("nan")).isfinite().any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -103,6 +104,95 @@ def test_other_numbers_precision_or_gradients_are_other_graphs(module):
     assert copy.deepcopy(graphs).shapes == 0
 
 
+def _chained(layer, x, y, context, mask):
+    (module,) = layer
+    dropped = torch.nn.functional.dropout(module.linear(x), 0.5)
+    return x + (dropped * context[0]).masked_fill(~mask, 0.0), y + 0.1 * x.sum(-1, keepdim=True)
+
+
+def _plainly(layers, carried, *context):
+    for layer in layers:
+        carried = _chained(layer, *carried, *context)
+    return carried
+
+
+def _stack_gradients(run, layers, first_only=False):
+    x, (context, _), mask = _inputs()
+    carried = (x.detach().requires_grad_(), torch.ones(3, 1))
+    torch.manual_seed(0)
+    out = run(layers, carried, (context, 3), mask)
+    loss = out[0].square().sum() + (0.0 if first_only else out[1].sum())
+    torch.randn(3)
+    weights = [parameter for (module,) in layers for parameter in module.linear.parameters()]
+    return [*out, *torch.autograd.grad(loss, [carried[0], context, *weights]), torch.randn(1)]
+
+
+@pytest.mark.parametrize("first_only", [False, True], ids=["all-outputs", "one-output"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_stack_of_blocks_is_the_same_in_place(depth, first_only):
+    torch.manual_seed(1)
+    graphs, layers = BlockGraphs(Emulated()), [[_Block()] for _ in range(depth)]
+    expected = _stack_gradients(_plainly, layers, first_only=first_only)
+    for _ in range(2):
+        found = _stack_gradients(lambda *a: graphs.run_stack(_chained, *a), layers, first_only=first_only)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert graphs.shapes == 1
+
+
+def _widening(layer, x, y, context, mask):
+    x, y = _chained(layer, x.double(), y.double(), context, mask)
+    return x, y
+
+
+def test_a_narrow_tensor_is_widened_to_what_the_blocks_give():
+    torch.manual_seed(1)
+    graphs, layers = BlockGraphs(Emulated()), [[_Block().double()] for _ in range(2)]
+
+    def plainly(layers, carried, *context):
+        for layer in layers:
+            carried = _widening(layer, *carried, *context)
+        return carried
+
+    expected = _stack_gradients(plainly, layers)
+    found = _stack_gradients(lambda *a: graphs.run_stack(_widening, *a), layers)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _bytes_of_tensors():
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks():
+    held = {}
+    for depth in (2, 12):
+        torch.manual_seed(1)
+        layers = [[_Block()] for _ in range(depth)]
+        graphs, x, mask = BlockGraphs(Emulated()), torch.randn(512, 4), torch.ones(512, 4, dtype=torch.bool)
+        before = _bytes_of_tensors()
+        for _ in range(2):
+            out = graphs.run_stack(_chained, layers, (x, torch.ones(512, 1)), (torch.ones(512, 4), 3), mask)
+            (out[0].sum() + out[1].sum()).backward()
+            del out
+            for (module,) in layers:
+                module.zero_grad(set_to_none=True)
+        held[depth] = _bytes_of_tensors() - before
+    assert 0 < held[12] <= held[2]
+
+
+def test_what_is_seen_once_is_not_recorded(module):
+    graphs, layer = BlockGraphs(Emulated(), patience=1), [module]
+    for shapes, rows in ((0, 3), (0, 4), (1, 3), (1, 5), (2, 4)):
+        inputs = _inputs(rows)
+        expected = _gradients(lambda given: _block(layer, *given), module, inputs)
+        found = _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        assert graphs.shapes == shapes
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
 def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, make_batch, step):
     from megafold.model import replacements
@@ -161,3 +251,23 @@ def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch,
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
         for name, gradient in found[1].items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_captured_memory_does_not_grow_with_the_number_of_blocks():
+    from megafold.metrics.memory import graph_memory
+
+    held = {}
+    for depth in (2, 16):
+        layers = [[_Block().cuda()] for _ in range(depth)]
+        graphs, x = BlockGraphs(), torch.randn(1 << 20, 4, device="cuda", requires_grad=True)
+        context, mask = torch.ones(1, 4, device="cuda"), torch.ones(1, 4, dtype=torch.bool, device="cuda")
+        before = torch.cuda.memory_allocated() + graph_memory()
+        for _ in range(2):
+            out = graphs.run_stack(_chained, layers, (x, torch.ones(1 << 20, 1, device="cuda")), (context, 3), mask)
+            (out[0].sum() + out[1].sum()).backward()
+            del out
+        held[depth] = torch.cuda.memory_allocated() + graph_memory() - before
+        graphs.release()
+    assert 0 < held[16] < 1.2 * held[2]
