@@ -85,7 +85,7 @@ def adaptive_norm_backward(
         grad_gamma_weight, grad_beta_weight, grad_cond_gamma = through_norm(
             products, totals, (gamma_weight, beta_weight), cond_norm_weight, None
         )
-    grad_gamma_bias = totals[:width, 0].to(gamma_bias.dtype)
+    grad_gamma_bias = _column(totals[:width], gamma_bias.dtype)
     return grad_x, grad_cond, grad_cond_gamma, grad_gamma_weight, grad_gamma_bias, grad_beta_weight
 
 
@@ -140,7 +140,12 @@ def condition_gate_backward(
             grad_cond = (grad_gate @ w)[:, :depth].to(cond.dtype).contiguous()
             products = (grad_gate.mT @ source)[:, :depth].float()
             totals = grad_gate.sum(0, dtype=torch.float32).unsqueeze(1)
-    return grad_y, grad_cond, products.to(weight.dtype), totals[:, 0].to(bias.dtype)
+    return grad_y, grad_cond, products.to(weight.dtype).contiguous(), _column(totals, bias.dtype)
+
+
+def _column(totals: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows] from [rows, 1], which may be a column of a wider tensor."""
+    return totals[:, 0].to(dtype).contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:

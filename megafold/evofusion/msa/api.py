@@ -60,10 +60,10 @@ def outer_product_mean(
     else:
         count = msa_mask.sum(-1, keepdim=True).clamp(min=eps)
         a = a * (msa_mask / count).to(a.dtype)[:, :, None, None]
-    out = outer_product(a, b, out_weight)
-    if mask is not None:
-        out = out * (mask[:, :, None] & mask[:, None, :]).unsqueeze(-1)
-    return out + out_bias.to(out.dtype)
+    if mask is not None:  # a pair is kept where both tokens are: its product is zero elsewhere
+        keep = mask.to(a.dtype)[:, None, :, None]
+        a, b = a * keep, b * keep
+    return outer_product(a, b, out_weight, out_bias)
 
 
 def pair_weighted_averaging(

@@ -17,12 +17,12 @@ CHUNK_ELEMENTS = 1 << 25
 """Most elements of the outer product at once: 64 MiB in 16-bit."""
 
 
-def outer_product(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
-    """sum over s of a[s, i, d] b[s, j, e] weight[p, (d, e)], for all rows i of pairs or a block of them.
+def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """bias[p] + sum over s of a[s, i, d] b[s, j, e] weight[p, (d, e)], for all rows i of pairs or a block of them.
 
-    a [B, S, R, H], b [B, S, N, H], weight [P, H * H] -> [B, R, N, P].
+    a [B, S, R, H], b [B, S, N, H], weight [P, H * H], bias [P] -> [B, R, N, P].
     """
-    return _forward_op(a, b, weight)
+    return _forward_op(a, b, weight, bias)
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterator[slice]:
@@ -38,16 +38,17 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return product.view(rows, hidden, columns, hidden).transpose(1, 2).reshape(rows * columns, hidden * hidden)
 
 
-def _forward(a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
+def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (batch, _, rows, _), w = a.shape, weight.to(a.dtype)
+    shift = a.new_zeros(w.shape[0]) if bias is None else bias.to(a.dtype)
     out = a.new_empty((batch, rows, b.shape[2], weight.shape[0]))
     for left, right, result in zip(a, b, out):
         for part in _chunks(a, b):
-            torch.mm(_outer(left[:, part], right), w.mT, out=result[part].view(-1, w.shape[0]))
+            torch.addmm(shift, _outer(left[:, part], right), w.mT, out=result[part].view(-1, w.shape[0]))
     return out
 
 
-def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     (batch, depth, size, hidden), w = b.shape, weight.to(a.dtype)
     grad_out = grad_out.contiguous()
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
@@ -64,15 +65,16 @@ def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> tuple[
             grad = (upstream @ w).view(rows, size, hidden, hidden).transpose(1, 2).reshape(rows * hidden, -1)
             grad_a[item, :, part] = (right @ grad.mT).view(depth, rows, hidden)
             grad_b[item] += left.flatten(1) @ grad
-    return grad_a, grad_b.view(b.shape).to(b.dtype), grad_weight.to(weight.dtype)
+    grad_bias = a.new_empty(0) if bias is None else grad_out.flatten(0, 2).sum(0, dtype=wide).to(bias.dtype)
+    return grad_a, grad_b.view(b.shape).to(b.dtype), grad_weight.to(weight.dtype), grad_bias
 
 
-def _fake_forward(a, b, weight):
+def _fake_forward(a, b, weight, bias):
     return a.new_empty((a.shape[0], a.shape[2], b.shape[2], weight.shape[0]))
 
 
-def _fake_gradients(grad_out, a, b, weight):
-    return a.new_empty(a.shape), b.new_empty(b.shape), weight.new_empty(weight.shape)
+def _fake_gradients(grad_out, a, *others):
+    return tuple(a.new_empty(0) if t is None else t.new_empty(t.shape) for t in (a, *others))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -80,18 +82,20 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_out):
-    return _backward_op(grad_out, *ctx.saved_tensors)
+    *tensors, bias = ctx.saved_tensors
+    *grads, grad_bias = _backward_op(grad_out, *tensors, bias)
+    return (*grads, None if bias is None else grad_bias)
 
 
 _backward_op = define(
     "outer_product_mean_backward",
-    "(Tensor grad_out, Tensor a, Tensor b, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    "(Tensor grad_out, Tensor a, Tensor b, Tensor weight, Tensor? bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
 )
 _forward_op = define(
     "outer_product_mean",
-    "(Tensor a, Tensor b, Tensor weight) -> Tensor",
+    "(Tensor a, Tensor b, Tensor weight, Tensor? bias) -> Tensor",
     _forward,
     _fake_forward,
     _backward,

@@ -55,9 +55,7 @@ def smooth_lddt_loss(
         refuse(NAME, "reduction", f"is {reduction!r}", "'mean' or 'none'")
     pred, true = (t.float() if t.dtype in DTYPES else t for t in (pred, true))
     cutoffs = (float(nucleic_acid_cutoff), float(other_cutoff))
-    total, count = _sums_op(pred, true.to(pred.dtype).detach(), is_dna | is_rna, mask, *cutoffs)
-    loss = 1.0 - total / count.clamp(min=1)
-    return loss.mean() if reduction == "mean" else loss
+    return _loss_op(pred, true.to(pred.dtype).detach(), is_dna | is_rna, mask, *cutoffs, reduction == "mean")[0]
 
 
 def _implementation(pred: Tensor):
@@ -68,36 +66,43 @@ def _implementation(pred: Tensor):
     return chunked
 
 
-def _sums(pred, *arguments):
-    return _implementation(pred).sums(pred, *arguments)
+def _loss(pred, true, is_nucleotide, mask, nucleic_acid_cutoff, other_cutoff, mean):
+    total, count = _implementation(pred).sums(pred, true, is_nucleotide, mask, nucleic_acid_cutoff, other_cutoff)
+    slope = -1.0 / count.clamp(min=1).to(pred.dtype)
+    loss = 1.0 + total * slope
+    return (loss.mean(), slope / len(slope)) if mean else (loss, slope)
 
 
-def _fake_sums(pred, *arguments):
-    return pred.new_empty(pred.shape[0]), pred.new_empty(pred.shape[0], dtype=torch.int64)
+def _fake_loss(pred, true, is_nucleotide, mask, nucleic_acid_cutoff, other_cutoff, mean):
+    return pred.new_empty(() if mean else pred.shape[0]), pred.new_empty(pred.shape[0])
 
 
-def _gradient(scale, pred, *arguments):
-    return _implementation(pred).gradient(scale, pred, *arguments)
+def _gradient(grad_loss, slope, pred, *arguments):
+    return _implementation(pred).gradient(grad_loss * slope, pred, *arguments)
 
 
-def _fake_gradient(scale, pred, *arguments):
+def _fake_gradient(grad_loss, slope, pred, *arguments):
     return pred.new_empty(pred.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.nucleic_acid_cutoff, ctx.other_cutoff = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.nucleic_acid_cutoff, ctx.other_cutoff, _ = inputs
+    ctx.save_for_backward(output[1], *tensors)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_total, grad_count):
-    if grad_total is None:
-        return (None,) * 6
-    grad = _gradient_op(grad_total, *ctx.saved_tensors, ctx.nucleic_acid_cutoff, ctx.other_cutoff)
-    return (grad, *(None,) * 5)
+def _backward(ctx, grad_loss, grad_slope):
+    if grad_loss is None:
+        return (None,) * 7
+    grad = _gradient_op(grad_loss, *ctx.saved_tensors, ctx.nucleic_acid_cutoff, ctx.other_cutoff)
+    return (grad, *(None,) * 6)
 
 
 _INPUTS = "Tensor pred, Tensor true, Tensor is_nucleotide, Tensor? mask, float nucleic_acid_cutoff, float other_cutoff"
-_gradient_op = define("smooth_lddt_backward", f"(Tensor scale, {_INPUTS}) -> Tensor", _gradient, _fake_gradient)
-_sums_op = define("smooth_lddt", f"({_INPUTS}) -> (Tensor, Tensor)", _sums, _fake_sums, _backward, _setup_context)
+_gradient_op = define(
+    "smooth_lddt_backward", f"(Tensor grad_loss, Tensor slope, {_INPUTS}) -> Tensor", _gradient, _fake_gradient
+)
+_loss_op = define(
+    "smooth_lddt", f"({_INPUTS}, bool mean) -> (Tensor, Tensor)", _loss, _fake_loss, _backward, _setup_context
+)
