@@ -1,0 +1,55 @@
+"""Loss and gradients under bf16 autocast on a GPU, with every switch on: kernels and graphs in the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafold.model.plan import Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DEEP = {
+    **{f"checkpoint_{part}": True for part in ("input_embedding", "trunk_pairformer", "diffusion_module")},
+    "pairformer_stack": {"depth": 3},
+    "msa_module_kwargs": {"depth": 2},
+    "diffusion_module_kwargs": {"token_transformer_depth": 2},
+}
+ONE_ROUNDING = 2.0**-8  # of bf16
+
+
+@pytest.mark.parametrize("recycles", [1, 2])
+@pytest.mark.parametrize("tokens", [128, 384])
+def test_bf16_is_as_close_to_float64_as_the_stock_model(
+    tokens, recycles, make_model, make_batch, step, step_in_float64, beyond_budget
+):
+    from megafold.model.optimize import optimize
+
+    model, options = make_model(**DEEP).cuda(), {"num_recycling_steps": recycles}
+    batch = {name: value.cuda() for name, value in make_batch(tokens).items()}
+    exact = step_in_float64(model, batch, **options)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        stock = step(model, batch, **options)
+        optimize(model, Plan(evofusion=True, graphs=True))
+        for _ in range(3):  # once without graphs, recorded, replayed
+            found = step(model, batch, **options)
+            assert beyond_budget(found, stock, exact, roundings=ONE_ROUNDING) == []
+    assert model.pairformer._megafold_graphs.shapes > 2
+
+
+@pytest.mark.parametrize("plan", [Plan(evofusion=True), Plan(evofusion=True, graphs=True)], ids=["fused", "graphs"])
+def test_two_runs_give_the_same_bits(plan, make_model, make_batch, step):
+    from megafold.model.optimize import optimize
+
+    batch, found = {name: value.cuda() for name, value in make_batch(100).items()}, []
+    for _ in range(2):
+        model = make_model(**DEEP).cuda()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        optimize(model, plan)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found.append([step(model, batch) for _ in range(3)])
+    for first, second in zip(*found):
+        assert torch.equal(first[0], second[0])
+        assert [name for name, gradient in first[1].items() if not torch.equal(gradient, second[1][name])] == []
