@@ -125,9 +125,13 @@ def test_operators_that_run_on_a_cpu_pass_pytorchs_own_check(name):
     generator = torch.Generator().manual_seed(0)
     points = [torch.randn(2, 5, 3, generator=generator) for _ in range(2)]
     arguments = {
-        "smooth_lddt": (points[0].requires_grad_(), points[1], torch.ones(2, 5, dtype=torch.bool), None, 30.0, 15.0),
+        "smooth_lddt": (
+            *(points[0].requires_grad_(), points[1], torch.ones(2, 5, dtype=torch.bool), None),
+            *(30.0, 15.0, True),
+        ),
         "outer_product_mean": tuple(
-            torch.randn(shape, generator=generator).requires_grad_() for shape in ((1, 3, 4, 2), (1, 3, 4, 2), (6, 4))
+            torch.randn(shape, generator=generator).requires_grad_()
+            for shape in ((1, 3, 4, 2), (1, 3, 4, 2), (6, 4), (6,))
         ),
     }[name]
     torch.library.opcheck(getattr(torch.ops.megafold, name).default, arguments)
