@@ -87,6 +87,7 @@ class TrainConfig:
         output: folder for checkpoints and the log; a run resumes from what it finds there.
         steps: optimizer steps of the whole run, those before a resume included.
         workload: see `megafold.train.workload`.
+        confidence_every: the confidence head is trained at each so-manieth step; 0: as often as the workload says.
         plan: which parts MegaFold computes (see `megafold.model.plan`); ``none`` for the stock model.
         device: ``auto`` takes a GPU if there is one.
         dtype: of autocast; ``auto`` is bf16 on a GPU and fp32 on a CPU.
@@ -100,6 +101,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     workload: str = limited("core", choices=WORKLOADS)
+    confidence_every: int = limited(0, least=0)
     plan: Plan = field(default_factory=Plan)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -116,6 +118,8 @@ class TrainConfig:
         free = ("output", "steps", "checkpoint", "parallel", "file", "max_skipped_in_a_row")
         chosen = {name: value for name, value in asdict(self).items() if name not in free}
         chosen["data"].pop("workers")
+        if not self.confidence_every:  # runs from before it could be set go on
+            chosen.pop("confidence_every")
         return json.loads(json.dumps(chosen, default=str))
 
     def digest(self) -> str:

@@ -193,7 +193,7 @@ class _Run:
         wait = time.perf_counter() - began
         number = trainer.steps
         try:
-            result = trainer.step(arrange(batch, config.workload, number, config.seed))
+            result = trainer.step(arrange(batch, config.workload, number, config.seed, config.confidence_every))
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise

@@ -4,6 +4,7 @@
 ``full_one_rollout``: the same with one rollout of a structure, as AF3 does, instead of one an augmentation as the stock
 model does; it needs a plan with ``asynchronous`` or ``chunked_heads`` (see `megafold.model.optimize.optimize`).
 ``as_published``: confidence labels at every tenth step, and one to four passes of the trunk, drawn for each step.
+How often the confidence head is trained can be set for every workload that trains it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ CONFIDENCE_EVERY = 10
 MAX_RECYCLES = 4
 
 
-def has_confidence(workload: str, step: int) -> bool:
-    """Whether step number ``step`` (from 0) of ``workload`` runs the confidence head."""
-    return workload in ("full", "full_one_rollout") or (workload == "as_published" and step % CONFIDENCE_EVERY == 0)
+def has_confidence(workload: str, step: int, every: int = 0) -> bool:
+    """Whether step number ``step`` (from 0) of ``workload`` runs the confidence head.
+
+    ``every``: at each so-manieth step; 0: as often as the workload says.
+    """
+    if workload == "core":
+        return False
+    return step % (every or (CONFIDENCE_EVERY if workload == "as_published" else 1)) == 0
 
 
 def rollouts(workload: str) -> int | None:
@@ -35,11 +41,14 @@ def recycles(workload: str, step: int, seed: int = 0) -> int:
     return random.Random(f"{seed}/{step}").randint(1, MAX_RECYCLES)
 
 
-def arrange(batch: Mapping[str, Any], workload: str, step: int, seed: int = 0) -> dict[str, Any]:
-    """The keyword arguments of `Alphafold3.forward` for this step: labels dropped where the workload has none."""
+def arrange(batch: Mapping[str, Any], workload: str, step: int, seed: int = 0, every: int = 0) -> dict[str, Any]:
+    """The keyword arguments of `Alphafold3.forward` for this step: labels dropped where the workload has none.
+
+    ``every``: see :func:`has_confidence`.
+    """
     if workload not in WORKLOADS:
         raise ValueError(f"workload {workload!r}: expected one of {', '.join(WORKLOADS)}")
-    keep = has_confidence(workload, step)
+    keep = has_confidence(workload, step, every)
     arranged = {name: value for name, value in batch.items() if keep or name not in CONFIDENCE_LABELS}
     arranged["num_recycling_steps"] = recycles(workload, step, seed)
     return arranged

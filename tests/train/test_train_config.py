@@ -47,8 +47,9 @@ def test_exponent_without_a_dot_is_a_number(tmp_path):
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate", "finite"),
         ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2", "at most"),
         ({"optimizer": [1]}, "optimizer", "mapping"),
-        ({"model": {"preset": "huge"}}, "model.preset", "one of paper, demo, tiny"),
+        ({"model": {"preset": "huge"}}, "model.preset", "one of paper, paper-0.9b, paper-1.8b, demo, tiny"),
         ({"workload": "half"}, "workload", "one of core, full, full_one_rollout, as_published"),
+        ({"confidence_every": -1}, "confidence_every", "at least 0"),
         ({"plan": {"fast": True}}, "plan.fast", "unknown switch"),
         ({"plan": {"sdpa": 1}}, "plan.sdpa", "true or false"),
         ({"data": {"cache": 3}}, "data.cache", "path"),
@@ -90,5 +91,11 @@ def test_digest_sees_what_changes_the_training_and_nothing_else():
     base = config_from_mapping(MINIMAL).digest()
     for same in ({"steps": 9}, {"output": "else"}, {"checkpoint": {"every": 1}}):
         assert config_from_mapping({**MINIMAL, **same}).digest() == base
-    for other in ({"seed": 1}, {"optimizer": {"eps": 1e-6}}, {"plan": "none"}, {"workload": "full"}):
+    for other in (
+        {"seed": 1},
+        {"optimizer": {"eps": 1e-6}},
+        {"plan": "none"},
+        {"workload": "full"},
+        {"confidence_every": 3},
+    ):
         assert config_from_mapping({**MINIMAL, **other}).digest() != base

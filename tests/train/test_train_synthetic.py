@@ -76,6 +76,10 @@ def test_workloads_arrange_labels_and_recycles():
     confident = [bool(set(CONFIDENCE_LABELS) & set(arrange(full, "as_published", step))) for step in range(21)]
     assert [step for step, has in enumerate(confident) if has] == [0, 10, 20]
     assert not set(CONFIDENCE_LABELS) & set(arrange(full, "core", 0))
+    for workload in ("full", "full_one_rollout", "as_published"):
+        found = [step for step in range(9) if set(CONFIDENCE_LABELS) & set(arrange(full, workload, step, every=4))]
+        assert found == [0, 4, 8]
+    assert not set(CONFIDENCE_LABELS) & set(arrange(full, "core", 0, every=1))
     assert set(full) <= set(arrange(full, "full", 7))
     drawn = [recycles("as_published", step) for step in range(200)]
     assert set(drawn) == {1, 2, 3, 4}
