@@ -2,13 +2,18 @@
 
 The trunk, the heads and the losses are split over `sp` ranks, structures over `dp` replicas. All ranks take the same
 example. `mode: emulated` runs rank 0, which has the longest blocks, on torch's fake process group: memory, compute time
-and bytes are those of a rank of the job, values are not, and nothing is waited for.
+and bytes are those of a rank of the job, values are not, and nothing is waited for. A step on a short structure, which
+is not counted, comes first there: it compiles kernels and makes the optimizer's state, so that one step of a long
+structure is enough to know its peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +26,13 @@ from megafold.metrics.memory import MemoryProbe
 from megafold.metrics.timing import summarize
 from megafold.model.build import build_model
 from megafold.model.plan import Plan
+from megafold.model.presets import preset
+from megafold.train.synthetic import synthetic_batch
 from megafold.train.trainer import Trainer
 from megafold.train.workload import arrange
+
+if TYPE_CHECKING:
+    from megafold.train.parallel import Parallel
 
 GIB = 2**30
 # Bytes a second that a rank can send, one direction, by kind of link: for estimates, never for a measured time.
@@ -52,22 +62,25 @@ class SequenceParallelSession:
         _check_supported(setting, context)
         self._emulated = setting.mode == "emulated"
         self._scope, self._member = ExitStack(), None
-        device = self._enter(context)
-        self._device = device.type
+        self._place, self._contender = self._enter(context), context.point.contender
+        self._device = self._place.type
         self._probe = MemoryProbe(self._device)
         with self._telling_others():
-            limit_memory(setting.variant, device)
-            torch.manual_seed(setting.seed)
-            model = build_model(setting.model).to(device)
-            self._parallel = _parallel(setting, device, model, context.point.contender)
-            dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
-            self._trainer = Trainer(model, device=device, dtype=dtype, parallel=self._parallel)
-        self._examples, self.notes = examples(setting, context.cache, context.device)
+            limit_memory(setting.variant, self._place)
+        self._trainer: Trainer | None = None
+        self._parallel: Parallel | None = None
+        if self._emulated and setting.data == "synthetic":
+            self._examples, self.notes = _with_few_templates(setting), []
+        else:
+            self._examples, self.notes = examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
-        self._step = 0
+        self._step, self._visits = 0, 0
 
     def resume(self) -> None:
         """Weights and optimizer state onto the device, random state and examples from the start."""
+        if self._trainer is None:
+            with self._telling_others():
+                self._build()
         self._trainer.onload()
         torch.manual_seed(self._setting.seed)
         self._step, self._batches = 0, self._examples()
@@ -99,9 +112,34 @@ class SequenceParallelSession:
         }
 
     def suspend(self) -> None:
-        """Weights and optimizer state to host memory, gradients dropped."""
+        """Weights and optimizer state to host memory, gradients dropped; after the last visit nothing is kept."""
         self._batches = iter(())
-        self._trainer.offload()
+        if self._trainer is None:  # before the first visit: what is not built takes no memory
+            return
+        self._visits += 1
+        if self._visits < self._setting.protocol.visits:
+            self._trainer.offload()
+            return
+        self._trainer = self._parallel = None
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build(self) -> None:
+        setting = self._setting
+        import alphafold3_pytorch  # noqa: F401 (what it makes when it is imported belongs to the host)
+
+        torch.manual_seed(setting.seed)
+        with self._place:
+            model = build_model(setting.model)
+        self._parallel = _parallel(setting, self._place, model, self._contender)
+        dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+        self._trainer = Trainer(model, device=self._place, dtype=dtype, parallel=self._parallel)
+        if self._emulated:
+            # Rows of a rank in multiples of 16, as long structures have: kernels are compiled for them.
+            short = {"n_tokens": 16 * setting.sp, "msa_depth": min(setting.size("msa_depth"), 64)}
+            batch = next(_with_few_templates(setting, **short)())
+            self._trainer.step(arrange(batch, setting.workload, 0, setting.seed))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -165,6 +203,27 @@ class SequenceParallelSession:
         store = PrefixStore(context.meeting, open_store(is_host=False))
         self._member = Membership(store, place, device, timeout_s=setting.protocol.timeout_s)
         return device
+
+
+def _with_few_templates(setting: Setting, **sizes: int) -> Callable[[], Iterator[Batch]]:
+    """The synthetic example of an emulated rank, whose templates [1, T, N, N, d] are one row in memory: their values
+    mean nothing, and whole they are 16 GB at N = 6144."""
+    shape = dict(setting.shape) | sizes
+    tokens, count = shape["n_tokens"], shape["templates"]
+    batch = synthetic_batch(
+        tokens,
+        atoms_per_token=shape["atoms_per_token"],
+        msa_depth=shape["msa_depth"],
+        templates=0,
+        workload=setting.workload,
+        seed=setting.seed,
+        model_kwargs=preset(setting.model),
+    )
+    if count:
+        row = torch.rand(1, count, 1, tokens, preset(setting.model)["dim_template_feats"])
+        batch["templates"] = row.expand(-1, -1, tokens, -1, -1)
+        batch["template_mask"] = torch.ones(1, count, dtype=torch.bool)
+    return lambda: itertools.repeat(batch)
 
 
 def sent_metrics(samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megafold.evofusion.msa.outer_product import outer_product
+from megafold.evofusion.norm_project.api import norm_project
 from megafold.evosp3d.collectives import Exchange, Gather, run, start
 from megafold.evosp3d.rebind import with_names
 from megafold.evosp3d.spread import einx_of_rows
@@ -60,6 +62,23 @@ def outer_product_mean(
     if mask is not None:
         pair_mask = (shards.narrow(mask, 1).unsqueeze(2) & mask.unsqueeze(1)).type(msa.dtype)
     return project_outer_products(self, left, right, count, pair_mask)
+
+
+def fused_outer_product_mean(
+    self: Module, msa: Tensor, *, mask: Tensor | None = None, msa_mask: Tensor, shards: Shards
+) -> Tensor:
+    """:func:`outer_product_mean` over EvoFusion's operators; what is sent is the same."""
+    name, depth, tokens = "outer_product_mean", msa_mask.shape[1], msa.shape[2]
+    (left, right), _ = norm_project(msa, self.norm.weight, self.norm.bias, self.to_hidden.weight.chunk(2))
+    right_flight = start(Gather(dim=1, total=depth), right, shards, name)
+    # The factor goes to one of the two, before their product: in fp16 the sum alone could be too large.
+    share = shards.narrow(msa_mask, 1) / msa_mask.sum(-1, keepdim=True).clamp(min=self.eps)
+    left = left * share.to(left.dtype)[..., None, None]
+    left = run(Exchange(split=2, split_total=tokens, join=1, join_total=depth), left, shards, name)
+    out = outer_product(left, right_flight.wait(), self.to_pairwise_repr.weight)
+    if mask is not None:
+        out = out * (shards.narrow(mask, 1).unsqueeze(2) & mask.unsqueeze(1)).unsqueeze(-1)
+    return out + self.to_pairwise_repr.bias.to(out.dtype)
 
 
 def project_outer_products(

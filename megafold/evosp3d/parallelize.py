@@ -16,10 +16,10 @@ import torch
 from alphafold3_pytorch import alphafold3 as stock
 from torch.nn import Module
 
-from megafold.evosp3d import diffusion, embed, forward, heads, msa, single, triangle
+from megafold.evosp3d import diffusion, embed, forward, heads, msa, pair_block, single, triangle
 from megafold.evosp3d.mesh import Shards
 from megafold.evosp3d.rebind import with_names
-from megafold.model import attend, denoiser
+from megafold.model import attend, denoiser, fused, recompute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megafold.model.plan import Plan
 
 _STATE = "_megafold_parallel"
-Replacement = tuple[Module, str, Callable[..., Any]]
+Replacement = tuple[Module, str, Any]  # a callable becomes a method
 
 
 def parallelize(model: stock.Alphafold3, mesh: DeviceMesh | None, plan: Plan | None = None) -> Shards:
@@ -58,7 +58,7 @@ def parallelize(model: stock.Alphafold3, mesh: DeviceMesh | None, plan: Plan | N
     for module, method, replacement in list(_replacements(model, shards, plan)):
         if not any(module is done and method == name for done, name, _ in state):
             state.append((module, method, module.__dict__.get(method)))
-            module.__dict__[method] = MethodType(replacement, module)
+            module.__dict__[method] = MethodType(replacement, module) if callable(replacement) else replacement
     return shards
 
 
@@ -116,6 +116,10 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     for name in ("to_layers", "to_checkpointed_layers"):
         symmetrize = partial(heads.symmetrize_rows, shards=shards)
         yield model.distogram_head, name, with_names(getattr(stock.DistogramHead, name), symmetrize=symmetrize)
+    recomputes, fuses = plan is not None and plan.recompute, plan is not None and plan.evofusion
+    if recomputes:
+        yield model.msa_module, "to_checkpointed_layers", recompute.msa_blocks
+    make_bias = fused.pair_bias if fuses else single.bias_of_pairs
     # What optimize made for conditions that are one copy for all augmentations can stay: here they are.
     knows_copies = plan is not None and plan.shared_conditioning
     for path, module in model.named_modules():
@@ -127,14 +131,19 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
         elif isinstance(module, stock.TriangleAttention):
             yield on(module, triangle.triangle_attention, attend=_attend(module, plan))
         elif isinstance(module, stock.OuterProductMean):
-            yield on(module, msa.outer_product_mean)
+            yield on(module, msa.fused_outer_product_mean if fuses else msa.outer_product_mean)
         elif isinstance(module, stock.MSAPairWeightedAveraging):
             yield on(module, msa.pair_weighted_averaging)
         elif isinstance(module, stock.PairformerStack):
             yield on(module, single.pairformer)
+            if recomputes:
+                yield module, "to_checkpointed_layers", recompute.pairformer_blocks
+        elif isinstance(module, stock.PairwiseBlock) and fuses and "forward" in module.__dict__:
+            way = _attend(module.tri_attn_starting.fn, plan)
+            yield on(module, pair_block.pair_block, attend=way)
         elif isinstance(module, stock.AttentionPairBias) and module.window_size is None:
             function = single.token_attention if in_denoiser else single.single_attention
-            yield on(module, function, attend=_attend(module, plan))
+            yield on(module, function, attend=_attend(module, plan), make_bias=make_bias)
         elif in_denoiser and isinstance(module, stock.ConditionWrapper) and not (knows_copies and _is_fused(module)):
             yield module, "forward", denoiser.conditioned
         elif in_denoiser and isinstance(module, stock.AdaptiveLayerNorm) and not (knows_copies and _is_fused(module)):
@@ -144,11 +153,16 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
             for method, value in module.__dict__.items():
                 if isinstance(value, MethodType) and hasattr(type(module), method):
                     yield module, method, getattr(type(module), method)
+        if recompute.GRAPHS in module.__dict__:  # a graph holds no messages
+            yield module, recompute.GRAPHS, None
 
 
 _STOCK_ON_ROWS = (stock.LinearNoBiasThenOuterSum, stock.InputFeatureEmbedder)
 _ROWS = (
     stock.Transition,
+    stock.AdaptiveLayerNorm,
+    stock.ConditionWrapper,
+    stock.DiffusionTransformer,
     stock.AttentionPairBias,
     stock.AtomToTokenPooler,
     stock.WeightedRigidAlign,
@@ -158,11 +172,9 @@ _ROWS = (
 
 def _works_on_rows(module: Module) -> bool:
     """Whether what ``optimize`` made of the module holds for a rank's rows, atoms and augmentations too."""
-    if isinstance(module, (stock.PreLayerNorm, stock.ConditionWrapper)):
+    if isinstance(module, stock.PreLayerNorm):
         return isinstance(module.fn, stock.Transition)
-    if isinstance(module, stock.DiffusionTransformer):
-        return module.attn_window_size is not None  # that of tokens gathers biases
-    return isinstance(module, (*_ROWS, stock.AdaptiveLayerNorm))
+    return isinstance(module, _ROWS)
 
 
 def _is_fused(module: Module) -> bool:

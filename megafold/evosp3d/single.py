@@ -8,6 +8,7 @@ layer, H N^2 elements, never the conditioned pairs, which stay sharded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from megafold.model.attend import Attend
 
 
+def bias_of_pairs(self: Module, pairs: Tensor) -> Tensor:
+    """The bias of an ``AttentionPairBias``: rows of pairs [b, n, N, c] -> [b, H, n, N]."""
+    return self.to_attn_bias(self.to_attn_bias_norm(pairs))
+
+
 def single_attention(
     self: Module,
     single_repr: Tensor,
@@ -35,6 +41,7 @@ def single_attention(
     mask: Tensor | None = None,
     shards: Shards,
     attend: Attend,
+    make_bias: Callable[[Module, Tensor], Tensor],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward`` in the trunk: single [b, n, ds], pairs [b, n, N, dp], mask [b, N] -> [b, n, ds].
 
@@ -42,7 +49,7 @@ def single_attention(
     """
     attn, total = self.attn, pairwise_repr.shape[2]
     flight = start(Gather(dim=1, total=total), single_repr, shards, "single_attention")
-    bias = self.to_attn_bias(self.to_attn_bias_norm(pairwise_repr))
+    bias = make_bias(self, pairwise_repr)
     gate = None if attn.to_gates is None else attn.to_gates(single_repr)
     heads = bias.shape[1]
     whole = flight.wait()
@@ -89,17 +96,17 @@ def token_attention(
     windowed_mask: None = None,
     shards: Shards,
     attend: Attend,
+    make_bias: Callable[[Module, Tensor], Tensor],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward`` in the denoiser: B = b * copies augmentations of this rank, [B, N, d] -> [B, N, d].
 
     pairwise_repr: rows of the conditioned pairs [b, n, N, dp], one copy for all augmentations.
     """
     once, copies = once_and_copies(pairwise_repr)
-    bias = self.to_attn_bias(self.to_attn_bias_norm(once))
-    bias = run(Gather(dim=2, total=once.shape[2]), bias, shards, "token_attention")
+    flight = start(Gather(dim=2, total=once.shape[2]), make_bias(self, once), shards, "token_attention")
     x = single_repr.unflatten(0, (-1, copies))
     q, k, v, values = project_attention(self.attn, x, value_residual)
-    out = attend(q, k, v, bias, None if mask is None else mask[::copies].unsqueeze(1))
+    out = attend(q, k, v, flight.wait(), None if mask is None else mask[::copies].unsqueeze(1))
     out = out.transpose(2, 3).flatten(-2)
     if self.attn.to_gates is not None:
         out = out * self.attn.to_gates(x)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 RECOMPUTES = "_megafold_recomputes"
 GRAPHS = "_megafold_graphs"
+ADDS = "_megafold_adds"  # a conditioned layer that adds its output to a residual itself
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
 GROUPED_FROM = 1536
@@ -96,17 +97,17 @@ def _first_block(
     for module in (linear_attention, routed_attention):
         if module is not None:
             x = module(x, mask=mask) + x
-    out, values = attention(
-        x,
-        cond=single,
-        pairwise_repr=pairs,
-        mask=mask,
-        windowed_mask=windowed_mask,
-        return_values=True,
-        value_residual=residual,
-    )
-    x = x + out
-    return transition(x, cond=single) + x, values
+    options = {"pairwise_repr": pairs, "mask": mask, "windowed_mask": windowed_mask, "return_values": True}
+    x, values = _added(attention, x, single, **options, value_residual=residual)
+    return _added(transition, x, single), values
+
+
+def _added(layer: Module, x: Tensor, single: Any, **options: Any) -> Any:
+    """A conditioned layer's output plus its input, and what the layer returns besides."""
+    if getattr(layer, ADDS, False):
+        return layer(x, cond=single, residual=x, **options)
+    out = layer(x, cond=single, **options)
+    return (x + out[0], *out[1:]) if isinstance(out, tuple) else out + x
 
 
 def pairformer_blocks(
