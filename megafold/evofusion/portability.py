@@ -168,7 +168,7 @@ class Case:
         signature = {"eps": "fp32", "mask": "*u8:16", **entry.others}
         signature |= dict.fromkeys(entry.pointers, f"*{self.dtype}:16")
         for name in kernel.arg_names:
-            signature.setdefault(name, "i32:16" if name.islower() or name in ("N", "P", "L") else "i32")
+            signature.setdefault(name, "i32:16" if name.islower() or name in ("R", "N", "T", "P", "L") else "i32")
         return compile_offline(kernel, signature, constants, self.arch, options(self.config))
 
 
