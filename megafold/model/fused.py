@@ -23,6 +23,7 @@ from megafold.evofusion.smooth_lddt.api import smooth_lddt_loss as fused_smooth_
 from megafold.evofusion.transition.api import transition
 from megafold.evofusion.triangle_multiplication.api import triangle_multiplication
 from megafold.evofusion.windowed_attention.api import windowed_attention
+from megafold.model import recompute
 from megafold.model.denoiser import conditioned
 from megafold.model.repeated import Repeated
 
@@ -62,18 +63,25 @@ def plain_transition(self: Module, x: Tensor) -> Tensor:
     return transition(x, None, None, *_transition_weights(self), residual=False)
 
 
-def condition_wrapper(self: Module, x: Tensor, *, cond: Tensor | Repeated, **kwargs: Any) -> Any:
-    """``ConditionWrapper.forward`` (AF3 algorithm 25): x [B, N, d], cond [B, N, dc], shared or not."""
+def condition_wrapper(
+    self: Module, x: Tensor, *, cond: Tensor | Repeated, residual: Tensor | None = None, **kwargs: Any
+) -> Any:
+    """``ConditionWrapper.forward`` (AF3 algorithm 25): x [B, N, d], cond [B, N, dc], shared or not.
+
+    With a ``residual`` [B, N, d] the output is added to it.
+    """
     if isinstance(cond, Repeated):
-        return conditioned(self, x, cond=cond, **kwargs)
+        out = conditioned(self, x, cond=cond, **kwargs)
+        if residual is None:
+            return out
+        return (out[0] + residual, *out[1:]) if isinstance(out, tuple) else out + residual
     norm, gate = self.adaptive_norm, self.to_adaln_zero_gamma[0]
     normed = adaptive_norm(
         x, cond, norm.norm_cond.weight, norm.to_gamma[0].weight, norm.to_gamma[0].bias, norm.to_beta.weight
     )
     out = self.fn(normed, **kwargs)
-    if isinstance(out, tuple):
-        return condition_gate(out[0], cond, gate.weight, gate.bias), *out[1:]
-    return condition_gate(out, cond, gate.weight, gate.bias)
+    gated = partial(condition_gate, cond=cond, weight=gate.weight, bias=gate.bias, residual=residual)
+    return (gated(out[0]), *out[1:]) if isinstance(out, tuple) else gated(out)
 
 
 def outer_product(self: Module, msa: Tensor, *, mask: Tensor | None = None, msa_mask: Tensor | None = None) -> Tensor:
@@ -162,6 +170,8 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
         for cls, (function, kind) in _FUSED.items():
             if _is(module, cls) and (cls is not stock.PreLayerNorm or _is(module.fn, stock.Transition)):
                 yield path, "forward", function, f"{kind} (evofusion)"
+        if _is(module, stock.ConditionWrapper):
+            yield path, recompute.ADDS, True, "residual (evofusion)"
 
 
 def attention_options(module: Module) -> dict[str, Callable[..., Tensor]]:
