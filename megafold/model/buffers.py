@@ -49,7 +49,7 @@ class Buffers:
         self.of_inputs: list[Tensor | None] = []
         self._flat: dict[int, Tensor] = {}
         self._reached: list[bool] = []
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[tuple[int, ...], Cell] = {}
         self.warm: set[Any] = set()
 
     def allocate(self, layer: Layer, tensors: Sequence[Tensor]) -> None:
@@ -79,9 +79,10 @@ class Buffers:
 
     def cell(self, layer: Layer) -> Cell:
         """The graphs of one block, recorded anew where a weight has moved."""
-        found = self._cells.get(id(layer))
+        key = tuple(id(module) for module in layer)
+        found = self._cells.get(key)
         if found is None or found.moved():
-            found = self._cells[id(layer)] = Cell(self, layer)
+            found = self._cells[key] = Cell(self, layer)
         return found
 
     def fill(self, tensors: Sequence[Tensor], first: int = 0) -> None:

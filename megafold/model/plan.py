@@ -32,8 +32,8 @@ class Plan:
         evofusion: what surrounds the attention (norms with projections, triangle updates, transitions, gates, the MSA
             module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`. Off until it
             has been measured on a GPU.
-        graphs: the checkpointed blocks of Pairformer, MSA module and token transformer are captured as CUDA graphs,
-            once a block and shape. Off: it has not run on a GPU yet.
+        graphs: the checkpointed blocks of Pairformer, MSA module, template embedder and token transformer are captured
+            as CUDA graphs, once a block and shape that has been seen before. Off: it has not run on a GPU yet.
     """
 
     shared_conditioning: bool = True

@@ -167,6 +167,15 @@ def _msa_block(
     return pair_block(pairwise_repr=pairs, mask=mask), msa
 
 
+def template_blocks(self: Module, templates: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """``TemplateEmbedder.to_checkpointed_layers`` (AF3 algorithm 16): pairs of templates [b T, N, N, d]."""
+    return in_stack(self, _template_block, [[block] for block in self.pairformer_stack], (templates,), mask)[0]
+
+
+def _template_block(layer: Any, templates: Tensor, mask: Tensor | None) -> tuple[Tensor]:
+    return (layer[0](pairwise_repr=templates, mask=mask),)
+
+
 def relative_positions(self: Module, *, additional_molecule_feats: Tensor) -> Tensor:
     """``RelativePositionEncoding.forward`` (AF3 algorithm 3): ids [b, N, 5] -> [b, N, N, d].
 

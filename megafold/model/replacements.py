@@ -31,6 +31,7 @@ evofusion             AttentionPairBias.forward                               at
 recompute, graphs     DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
 recompute, graphs     PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
 graphs                MSAModule.to_checkpointed_layers                        recompute.msa_blocks
+graphs                TemplateEmbedder.to_checkpointed_layers                 recompute.template_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
 ====================  ======================================================  ==========================================
 
@@ -210,6 +211,7 @@ def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Rep
     }
     if graphs is not None:
         stacks["msa_module"] = ("to_checkpointed_layers", recompute.msa_blocks)
+        stacks["template_embedder"] = ("to_checkpointed_layers", recompute.template_blocks)
     for path, (name, function) in stacks.items():
         module = model.get_submodule(path)
         if graphs is not None and path != "confidence_head.pairformer_stack":
