@@ -1,8 +1,8 @@
 """Parity of real ranks with one device: `torchrun --nproc-per-node P -m megafold.train.parity`.
 
 Every way to write the number of ranks as dp x sp is tried, in float32 and, on GPUs, under bfloat16 autocast, dropout
-off. Each rank computes the reference itself, in float32 through the stock code, and the stock code's error under the
-same autocast, which the parallel run may double.
+off, over the stock code and with EvoFlash-3D and EvoFusion. Each rank computes the reference itself, in float32 through
+the stock code, and the stock code's error under the same autocast, which the parallel run may double.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from megafold.evosp3d.mesh import make_mesh
 from megafold.evosp3d.parallelize import parallelize
 from megafold.evosp3d.reduce import GradientReducer
 from megafold.model.build import build_model
+from megafold.model.optimize import optimize
+from megafold.model.plan import Plan
 from megafold.model.presets import preset
 from megafold.train.ranks import device_of, find_place, joined
 from megafold.train.synthetic import synthetic_batch
@@ -30,19 +32,47 @@ from megafold.train.synthetic import synthetic_batch
 ROUNDING = {torch.float32: 512 * torch.finfo(torch.float32).eps, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
 
 
-def check(model: nn.Module, batches: Mapping[int, Mapping[str, Any]], sp: int, autocast: bool) -> list[str]:
+PLANS = {"stock": None, "megafold": Plan(evofusion=True)}
+
+
+def check(
+    model: nn.Module, batches: Mapping[int, Mapping[str, Any]], sp: int, autocast: bool, plan: Plan | None = None
+) -> list[str]:
     """Gradients that are off by more than the budget, as lines; one batch a replica, the same on all ranks.
 
-    Must be called by all ranks of the process group.
+    ``plan``: what the ranks compute through (None: the stock code). Must be called by all ranks of the process group.
     """
+    references = on_one_device(model, batches, dist.get_world_size() // sp, autocast)
+    return against(references, model, batches, sp, autocast, plan)
+
+
+def on_one_device(
+    model: nn.Module, batches: Mapping[int, Mapping[str, Any]], dp: int, autocast: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of ``dp`` batches by name: in float32 through the stock code, and as it computes under ``autocast``."""
     device = next(model.parameters()).device
-    size = dist.get_world_size()
-    dp = size // sp
     exact = _mean([_gradients(model, batches[replica], replica, device, False) for replica in range(dp)])
-    stock = _mean([_gradients(model, batches[replica], replica, device, autocast) for replica in range(dp)])
+    if not autocast:
+        return exact, exact
+    return exact, _mean([_gradients(model, batches[replica], replica, device, True) for replica in range(dp)])
+
+
+def against(
+    references: tuple[dict[str, Tensor], dict[str, Tensor]],
+    model: nn.Module,
+    batches: Mapping[int, Mapping[str, Any]],
+    sp: int,
+    autocast: bool,
+    plan: Plan | None,
+) -> list[str]:
+    """As :func:`check`, with what :func:`on_one_device` gave."""
+    device, dp = next(model.parameters()).device, dist.get_world_size() // sp
+    exact, stock = references
     parallel = copy.deepcopy(model)
+    if plan is not None:
+        optimize(parallel, plan)
     mesh = make_mesh(dp, sp, device.type)
-    parallelize(parallel, mesh)
+    parallelize(parallel, mesh, plan)
     reducer = GradientReducer(parallel.parameters(), dp=dp)
     replica = mesh.get_local_rank("dp")
     found = _gradients(parallel, batches[replica], replica, device, autocast, reducer)
@@ -126,11 +156,13 @@ def main() -> int:
             batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
         for sp in (n for n in range(1, place.size + 1) if place.size % n == 0):
             for autocast in (False, True) if device.type == "cuda" else (False,):
-                lines = check(model, batches, sp, autocast)
-                failed |= bool(lines)
-                if place.rank == 0:
-                    what = f"dp {place.size // sp} x sp {sp}, {'bf16' if autocast else 'fp32'}"
-                    print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
+                references = on_one_device(model, batches, place.size // sp, autocast)
+                for name, plan in PLANS.items():
+                    lines = against(references, model, batches, sp, autocast, plan)
+                    failed |= bool(lines)
+                    if place.rank == 0:
+                        what = f"dp {place.size // sp} x sp {sp}, {'bf16' if autocast else 'fp32'}, {name}"
+                        print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
     return failed
 
 

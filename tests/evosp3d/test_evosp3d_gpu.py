@@ -22,27 +22,31 @@ def _parity(ranks: int) -> subprocess.CompletedProcess:
 def test_parity_of_every_split_over_nccl():
     done = _parity(torch.cuda.device_count())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "bf16: ok" in done.stdout
+    assert "bf16, stock: ok" in done.stdout and "bf16, megafold: ok" in done.stdout
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("plan", ["eager", "sdpa", "evoflash3d"])
+@pytest.mark.parametrize("plan", ["eager", "sdpa", "evoflash3d", "evofusion"])
 def test_an_emulated_rank_takes_a_step_in_bf16(plan):
     from megafold.evosp3d.emulate import emulated_ranks
     from megafold.model.build import build_model
+    from megafold.model.optimize import optimize
     from megafold.model.plan import Plan
     from megafold.model.presets import preset
     from megafold.train.parallel import Parallel
     from megafold.train.synthetic import synthetic_batch
     from megafold.train.trainer import Trainer
 
-    chosen = Plan(shared_conditioning=False, sdpa=plan != "eager", evoflash3d=plan == "evoflash3d")
+    kernels = {"evoflash3d": plan in ("evoflash3d", "evofusion"), "evofusion": plan == "evofusion"}
+    chosen = Plan(shared_conditioning=plan == "evofusion", sdpa=plan != "eager", **kernels)
     batch = synthetic_batch(200, msa_depth=64, model_kwargs=preset("demo"))
     peaks = []
     for size in (2, 8):
         with emulated_ranks(size):
             model = build_model("demo").cuda()
+            if chosen.evofusion:
+                optimize(model, chosen)
             parallel = Parallel(size, torch.device("cuda"))
             parallel.prepare(model, chosen)
             trainer = Trainer(model, device="cuda", dtype=torch.bfloat16, parallel=parallel)
