@@ -42,18 +42,19 @@ def _pairs(b, window, i, j, NW, W: tl.constexpr):
 
 @triton.jit
 def _scores(
-    q, k, bias, mask, windowed_mask, b, h, window, i, keys, j, exists, scale, NW, M, H, wm_b,
+    q, k, bias, mask, windowed_mask, b, h, window, i, keys, j, inside, exists, scale, NW, M, H, wm_b,
     W: tl.constexpr, HAS_MASK: tl.constexpr, HAS_WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scaled scores with the bias, -inf where a key is not seen. window, i, j: [Q, 1] or [Q, K]; keys: [K]."""
+    """Scaled scores with the bias, -inf where a key is not seen. window, i, j: [Q, 1] or [Q, K]; keys: [K]. inside: in
+    the tensors of pairs, which hold keys beyond the ends too; unlike `exists` it lets two elements be read at once."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     offsets = _pairs(b * H + h, window, i, j, NW, W)
-    scores += tl.load(bias + offsets, mask=exists, other=0.0).to(tl.float32)
+    scores += tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
     if HAS_MASK:
         exists = exists & (tl.load(mask + b * M + keys, mask=(keys >= 0) & (keys < M), other=0) != 0)[None, :]
     if HAS_WINDOWED:
         offsets = b * wm_b + _pairs(b * 0, window, i, j, NW, W)
-        exists = exists & (tl.load(windowed_mask + offsets, mask=exists, other=0) != 0)
+        exists = exists & (tl.load(windowed_mask + offsets, mask=inside, other=0) != 0)
     return tl.where(exists, scores, float("-inf"))
 
 
@@ -73,7 +74,8 @@ def forward_kernel(
     k_tile = _load(k, b, h, keys, has_k, k_b, k_m, k_h, D, BLOCK_D)
     x = _scores(
         q_tile, k_tile, bias, mask, windowed_mask, b, h, n, i[:, None], keys, j[None, :],
-        has_q[:, None] & has_k[None, :], scale, NW, M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
+        (i < W)[:, None] & (j < 2 * W)[None, :], has_q[:, None] & has_k[None, :], scale, NW,
+        M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
     )  # fmt: skip
     largest = tl.max(x, 1)
     p = tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
@@ -117,7 +119,8 @@ def gradient_kernel(
     lse_tile = tl.load(lse + (b * H + h) * M + queries, mask=has_q, other=0.0)
     x = _scores(
         q_tile, k_tile, bias, mask, windowed_mask, b, h, n, few[:, None], keys, many[None, :],
-        has_q[:, None] & has_k[None, :], scale, NW, M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
+        (few < W)[:, None] & (many < 2 * W)[None, :], has_q[:, None] & has_k[None, :], scale, NW,
+        M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
     )  # fmt: skip
     _, ds = _gradient_of_scores(x, lse_tile, delta, g_tile, v_tile, PRECISION)
     offsets = _pairs(b * H + h, n, few[:, None], many[None, :], NW, W)
@@ -140,7 +143,8 @@ def gradient_kernel(
     j = few[None, :] + (1 - later)[:, None] * W
     x = _scores(
         q_tile, k_tile, bias, mask, windowed_mask, b, h, (n + later)[:, None], i, keys, j,
-        has_q[:, None] & has_k[None, :], scale, NW, M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
+        ((many < 2 * W) & (n + later < NW))[:, None] & (few < W)[None, :], has_q[:, None] & has_k[None, :], scale, NW,
+        M, H, wm_b, W, HAS_MASK, HAS_WINDOWED, PRECISION,
     )  # fmt: skip
     p, ds = _gradient_of_scores(x, lse_tile, delta, g_tile, v_tile, PRECISION)
     dv_tile = tl.dot(tl.trans(p.to(g_tile.dtype)), g_tile, input_precision=PRECISION)
