@@ -20,6 +20,7 @@ from megafold.metrics.memory import MemoryProbe
 from megafold.metrics.peaks import peak_flops
 from megafold.metrics.timing import summarize
 from megafold.model.build import build_model
+from megafold.model.graphs import release_graphs
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
 from megafold.train.trainer import Trainer
@@ -117,7 +118,7 @@ class IterationSession:
         return sample | ({} if peak.reserved is None else {"reserved": float(peak.reserved)})
 
     def suspend(self) -> None:
-        """Weights and optimizer state to host memory, gradients dropped; the first time after one profiled step."""
+        """Weights and optimizer state to host memory, gradients and graphs dropped; first, once, a profiled step."""
         if self._device != "cpu" and self._step and self._activity is None:
             batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
             try:
@@ -126,6 +127,7 @@ class IterationSession:
                 self.notes = [*self.notes, "launches and waits were not counted: out of memory under the profiler"]
                 self._activity = Activity(-1, -1, -1)
         self._batches = iter(())
+        release_graphs(self._trainer.model)
         self._trainer.offload()
 
     def finish(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:

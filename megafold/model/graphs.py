@@ -8,7 +8,7 @@ Graphs hold addresses: they read and write buffers (:mod:`megafold.model.buffers
 weights that moved are captured anew. A block of a stack writes its output over its input, so nothing is copied between
 two blocks but the tensor that is kept. Graphs run one after another and leave nothing behind in their memory: all of
 all shapes share one pool, in which they need what the largest block needs. A shape that was not used for longest is
-dropped with its buffers; one that is seen for the first time is not recorded yet.
+dropped with its buffers; one of another length is recorded when it comes again.
 
 :class:`Emulated` has the interface of captures and checks everything but the graphs themselves, on a CPU.
 """
@@ -30,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megafold.model.buffers import Buffers, Cell
 
+GRAPHS = "_megafold_graphs"  # where a stack finds its graphs
 MOST_SHAPES = 12
-KNOWN_SHAPES = 256
+FIRST_SHAPES, KNOWN_SHAPES = 6, 256
 # Blocks on larger tensors (N above 1448, with 128 channels of pairs) keep a device busy without graphs, whose memory
 # nothing else can use.
 MOST_ELEMENTS = 1 << 28
@@ -124,7 +125,8 @@ class BlockGraphs:
     """The graphs of a model's blocks, for the last ``most`` shapes.
 
     Attributes:
-        patience: how often a shape is only checkpointed before it is recorded: recording pays for what comes again.
+        patience: how often a shape is only checkpointed before it is recorded: recording pays for what comes again. The
+            first ``FIRST_SHAPES``, those of one length, are recorded at once: most runs have one length.
     """
 
     def __init__(self, recorder: Recorder | None = None, most: int = MOST_SHAPES, patience: int = 0) -> None:
@@ -217,7 +219,7 @@ class BlockGraphs:
 
     def _is_known(self, key: Hashable) -> bool:
         seen = self._seen.pop(key, 0)
-        if seen >= self.patience:
+        if seen >= self.patience or len(self._shapes) < FIRST_SHAPES:
             return True
         self._seen[key] = seen + 1
         while len(self._seen) > KNOWN_SHAPES:
@@ -271,3 +273,11 @@ class _Replayed(torch.autograd.Function):
         recorder.seek(now)
         results = shape.gradients()
         return None, None, None, None, *results, *(gradient for found in reversed(of_parameters) for gradient in found)
+
+
+def release_graphs(model: Module) -> None:
+    """Drop all graphs of a model and their memory; they are recorded again where they are needed."""
+    for module in model.modules():
+        graphs = module.__dict__.get(GRAPHS)
+        if graphs is not None:
+            graphs.release()

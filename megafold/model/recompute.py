@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megafold.model.graphs import GRAPHS
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
 RECOMPUTES = "_megafold_recomputes"
-GRAPHS = "_megafold_graphs"
 ADDS = "_megafold_adds"  # a conditioned layer that adds its output to a residual itself
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.

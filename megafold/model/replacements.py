@@ -20,6 +20,7 @@ asynchronous,         ElucidatedAtomDiffusion.sample                          ro
 shared_rollout
 asynchronous          WeightedRigidAlign.forward                              alignment.rigid_align
 asynchronous          AtomToTokenPooler.forward                               tokens.pool_atoms
+asynchronous          TemplateEmbedder.forward                                trunk.embed_templates
 chunked_heads         SmoothLDDTLoss.forward                                  lddt.smooth_lddt_loss
 evofusion             PairwiseBlock.forward                                   fused.pair_block
 evofusion             PreLayerNorm.forward (transitions), Transition.forward  fused.normed_transition, plain_transition
@@ -52,9 +53,9 @@ from alphafold3_pytorch.attention import Attention
 from alphafold3_pytorch.tensor_typing import should_typecheck
 from torch.nn import Module
 
-from megafold.model import alignment, attend, attention, denoiser, diffusion, lddt, recompute, rollout, tokens
+from megafold.model import alignment, attend, attention, denoiser, diffusion, lddt, recompute, rollout, tokens, trunk
 from megafold.model.forward import Step, training_forward
-from megafold.model.graphs import BlockGraphs
+from megafold.model.graphs import GRAPHS, BlockGraphs
 from megafold.model.plan import Plan
 from megafold.model.repeated import with_lazy_repeat
 
@@ -66,6 +67,7 @@ _OTHER_ATTENTION = (stock.TaylorSeriesLinearAttn, stock.ConditionalRoutedAttenti
 _BY_KIND: tuple[tuple[str, type[Module], str, Callable[..., Any], str], ...] = (
     ("asynchronous", stock.WeightedRigidAlign, "forward", alignment.rigid_align, "rigid alignment"),
     ("asynchronous", stock.AtomToTokenPooler, "forward", tokens.pool_atoms, "atom pooling"),
+    ("asynchronous", stock.TemplateEmbedder, "forward", trunk.embed_templates, "template embedder"),
     ("chunked_heads", stock.SmoothLDDTLoss, "forward", lddt.smooth_lddt_loss, "smooth lDDT"),
     (
         "recompute",
@@ -218,7 +220,7 @@ def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Rep
             if not module.checkpoint:
                 missed.append((path, "graphs: without checkpointing its blocks stay as they are"))
                 continue
-            yield path, recompute.GRAPHS, graphs, "graphs"
+            yield path, GRAPHS, graphs, "graphs"
         if not (plan.recompute and path == "diffusion_module.token_transformer"):
             yield path, name, function, f"blocks ({how})"
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from alphafold3_pytorch import Alphafold3
+    from torch.nn import Module
 
 
 class Trunk(NamedTuple):
@@ -102,6 +103,27 @@ def _passes(
             )
         single, pairs = model.pairformer(single_repr=single, pairwise_repr=pairs, mask=mask)
     return single, pairs
+
+
+def embed_templates(
+    self: Module, *, templates: Tensor, template_mask: Tensor, pairwise_repr: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """``TemplateEmbedder.forward`` (AF3 algorithm 16): templates [b, T, N, N, dt], mask [b, T] -> [b, N, N, dp].
+
+    The stock module makes its zeros on the host, three times, each of which waits for the device.
+    """
+    batch, count = template_mask.shape
+    embedded = self.template_feats_to_embed_input(templates) + self.pairwise_to_embed_input(pairwise_repr).unsqueeze(1)
+    embedded = embedded.flatten(0, 1)
+    if mask is not None:
+        mask = mask.repeat_interleave(count, dim=0)
+    checkpoints = stock.should_checkpoint(self, embedded)
+    embedded = (self.to_checkpointed_layers if checkpoints else self.to_layers)(embedded, mask=mask)
+    embedded = self.final_norm(embedded).unflatten(0, (batch, count))
+    embedded = embedded.masked_fill(~template_mask[:, :, None, None, None], 0.0)
+    present = template_mask.type(templates.dtype).sum(dim=1).clamp(min=self.eps)
+    out = self.to_out(embedded.sum(dim=1) / present[:, None, None, None])
+    return out.masked_fill(~template_mask.any(dim=1)[:, None, None, None], 0.0) * self.layerscale
 
 
 def _in_windows(model: Alphafold3, atompairs: Tensor) -> Tensor:

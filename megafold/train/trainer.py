@@ -141,11 +141,12 @@ class Trainer:
             inputs = self._parallel.local(inputs)
         rate = self.settings.rate(self.steps)
         start = self.timer.mark()
-        self.optimizer.zero_grad(set_to_none=True)
         try:
             with self._autocast():
                 loss, breakdown = self.model(**inputs, return_loss_breakdown=True)
             after_forward = self.timer.mark()
+            # Here and not before the forward: the host lets go of thousands of tensors while the device is busy.
+            self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             loss = loss.detach()
             breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
