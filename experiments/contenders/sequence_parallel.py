@@ -244,17 +244,19 @@ def limit_memory(variant: str, device: torch.device) -> None:
     Raises:
         Unsupported: on a CPU, or on a device that has less.
     """
+    # By its number: a device without one is refused.
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     if not variant:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
         return
     wanted = int(variant.removeprefix("limit-").removesuffix("gib")) * GIB
     if device.type != "cuda":
         raise Unsupported(f"{variant}: a limit on memory needs a GPU")
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = torch.cuda.get_device_properties(index).total_memory
     if wanted > total:
         raise Unsupported(f"{variant}: this device has {total / GIB:.0f} GiB")
-    torch.cuda.set_per_process_memory_fraction(wanted / total, device)
+    torch.cuda.set_per_process_memory_fraction(wanted / total, index)
 
 
 def _parallel(setting: Setting, device: torch.device, model: torch.nn.Module, contender: Contender):

@@ -83,8 +83,8 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights, mask, dropped, product = ctx.saved_tensors[:11]
-        received, shards = ctx.saved_tensors[11:], ctx.shards
+        tensors, shards = ctx.saved_tensors, ctx.shards  # once: under checkpointing they cannot be unpacked again
+        (x, *weights, mask, dropped, product), received = tensors[:11], tensors[11:]
         norm_weight, norm_bias, _, _, out_norm_weight, out_norm_bias, out_weight = weights
         call, grad_out = _call(x, weights, mask, dropped, ctx.dtype), grad_out.contiguous()
         with triton_support.device_guard(x.device):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megafold.errors import EXIT_BAD_INPUT, InputError
-from megafold.train.watch import Watch
+from megafold.train.watch import EVERY_S, Watch
 
 # NVLink multicast needs privileges that a container may lack, and a communicator then fails to start.
 _DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
@@ -139,6 +140,8 @@ def joined(place: Place, device: torch.device, *, timeout_s: float) -> Iterator[
         member.leave()
     except BaseException as error:
         first = member.watch.fail(error)
+        if place.rank == 0 and not first:  # the store may go with this process: the others still have to read why
+            time.sleep(2 * EVERY_S)
         # Leaving in the usual way would wait for collectives that never end.
         if first:
             print(f"error: rank {place.rank} ends: {first}", file=sys.stderr)

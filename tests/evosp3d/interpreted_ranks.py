@@ -6,11 +6,13 @@ it once in a process of its own.
 
 import json
 import os
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import _run_ranks
+from torch.utils.checkpoint import checkpoint
 
 from megafold import triton_support
 from megafold.evofusion.triangle_multiplication.reference import triangle_multiplication
@@ -70,7 +72,8 @@ def _on_rank(tensors: dict[str, torch.Tensor], outgoing: bool) -> dict[str, torc
     keep = shards.narrow(mask, 1)[:, :, None] & mask[:, None, :]
     if dropped is not None and dropped.shape[1] > 1:
         dropped = shards.narrow(dropped, 1)
-    out = triangle_update(x, *weights.values(), outgoing=outgoing, mask=keep, dropped=dropped, shards=shards)
+    update = partial(triangle_update, outgoing=outgoing, mask=keep, dropped=dropped, shards=shards)
+    out = checkpoint(update, x, *weights.values(), use_reentrant=False)
     out.backward(shards.narrow(given["cotangent"], 1))
     whole = {"out": out.detach(), "x": x.grad}
     found = {name: run(Gather(1, tokens), value, shards, "") for name, value in whole.items()}
