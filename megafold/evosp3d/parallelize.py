@@ -120,8 +120,6 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     if recomputes:
         yield model.msa_module, "to_checkpointed_layers", recompute.msa_blocks
     make_bias = fused.pair_bias if fuses else single.bias_of_pairs
-    # What optimize made for conditions that are one copy for all augmentations can stay: here they are.
-    knows_copies = plan is not None and plan.shared_conditioning
     for path, module in model.named_modules():
         in_denoiser = path.startswith("diffusion_module.")
         if isinstance(module, _STOCK_ON_ROWS):
@@ -144,9 +142,9 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
         elif isinstance(module, stock.AttentionPairBias) and module.window_size is None:
             function = single.token_attention if in_denoiser else single.single_attention
             yield on(module, function, attend=_attend(module, plan), make_bias=make_bias)
-        elif in_denoiser and isinstance(module, stock.ConditionWrapper) and not (knows_copies and _is_fused(module)):
+        elif in_denoiser and isinstance(module, stock.ConditionWrapper) and not _is_fused(module):
             yield module, "forward", denoiser.conditioned
-        elif in_denoiser and isinstance(module, stock.AdaptiveLayerNorm) and not (knows_copies and _is_fused(module)):
+        elif in_denoiser and isinstance(module, stock.AdaptiveLayerNorm) and not _is_fused(module):
             yield module, "forward", denoiser.adaptive_layer_norm
         if not _works_on_rows(module):
             # Whoever replaced something else may have drawn a module into it that has to send messages here.
@@ -178,7 +176,10 @@ def _works_on_rows(module: Module) -> bool:
 
 
 def _is_fused(module: Module) -> bool:
-    """Whether ``optimize`` replaced the forward, and its replacement holds on a rank."""
+    """Whether ``optimize`` replaced the forward, and its replacement holds on a rank.
+
+    What it makes of conditioned layers takes conditions that are one copy for all augmentations, as they are here.
+    """
     return "forward" in module.__dict__ and _works_on_rows(module)
 
 

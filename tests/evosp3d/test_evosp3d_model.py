@@ -142,7 +142,11 @@ def test_data_and_sequence_parallel_equals_the_global_batch(run_ranks, helpers, 
         assert beyond(found[1], exact, 1e-10) == []
 
 
-@pytest.mark.parametrize("switches", [{}, {"evofusion": True}, {"shared_conditioning": False}], ids=str)
+@pytest.mark.parametrize(
+    "switches",
+    [{}, {"evofusion": True}, {"shared_conditioning": False}, {"evofusion": True, "shared_conditioning": False}],
+    ids=str,
+)
 def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyond, switches):
     from megafold.model.plan import Plan
 
