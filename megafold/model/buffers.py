@@ -50,7 +50,7 @@ class Buffers:
         self._flat: dict[int, Tensor] = {}
         self._reached: list[bool] = []
         self._cells: dict[tuple[int, ...], Cell] = {}
-        self.warm: set[Any] = set()
+        self.warm: set[Any] = set()  # what has run: kinds of layers, and kinds with the outputs that have a gradient
 
     def allocate(self, layer: Layer, tensors: Sequence[Tensor]) -> None:
         """Buffers as ``tensors`` and as what ``layer`` makes of them; whatever compiles or tunes does so now."""
@@ -59,6 +59,7 @@ class Buffers:
         position = self.recorder.position()
         outputs, self.structure = tree_flatten(self.cell(layer).compute())
         self.recorder.seek(position)
+        self.warm.add(self.cell(layer).kind)
         self.wants = [tensor.requires_grad for tensor in tensors]
         if not self.carried:
             self.outputs = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
@@ -137,6 +138,7 @@ class Cell:
 
     def __init__(self, shape: Buffers, layer: Layer) -> None:
         self._shape, self._layer = shape, layer
+        self.kind = tuple(type(module) for module in layer)
         self._owned = [
             (owner, name)
             for module in layer
@@ -175,6 +177,10 @@ class Cell:
         recorder = self._shape.recorder
         if self._forward is None:
             position = recorder.position()
+            if self.kind not in self._shape.warm:
+                self.compute()
+                self._shape.warm.add(self.kind)
+                recorder.seek(position)
             self._forward = recorder.record(self._compute, self._shape.pool)
             recorder.seek(position)
         self._forward()
@@ -187,10 +193,10 @@ class Cell:
         shape, recorder = self._shape, self._shape.recorder
         if comes not in self._backward:
             reached = _Reached()
-            if comes not in shape.warm:
+            if (self.kind, comes) not in shape.warm:
                 recorder.seek(position)
                 self._compute_gradients(comes, reached, writes=False)
-                shape.warm.add(comes)
+                shape.warm.add((self.kind, comes))
             recorder.seek(position)
             compute = partial(self._compute_gradients, comes, reached, writes=True)
             replay = recorder.record(compute, shape.pool)

@@ -4,7 +4,9 @@
         diffusion: all that the trunk and the diffusion module have stored, and one block of the latter at work
         trunk:     all that the trunk has stored, and one pair block at work
 
-What is stored was counted in the source (bytes an element, below). The two constants of blocks at work were set so that
+With graphs a pair block works in a pool of its own, which is held at both moments, beside the buffers of the graphs.
+
+What is stored was counted in the source (bytes an element, below). The constants of blocks at work were set so that
 the measured records under ``docs/results/h200`` come out; a test holds the model to within 10 % of them.
 """
 
@@ -21,11 +23,12 @@ from megafold.model.presets import preset
 
 GIB = 2**30
 PARAMETERS = {"paper": 456_701_750}
-GROUPED_FROM, GROUP = 1536, 8  # of megafold.model.recompute, which loads torch; a test compares them
+# Of megafold.model.recompute and graphs, which load torch; a test compares them.
+GROUPED_FROM, GROUP, MOST_ELEMENTS = 1536, 8, 1 << 28
 STREAM = 4  # residual streams are fp32, also under bf16 autocast
 PERSISTENT_BYTES = 16  # a parameter, its gradient and Adam's two averages
 # A block at work, in its backward: tensors of the dtype of products that are alive at once, in units of its stream.
-PAIR_BLOCK_TENSORS = 80
+PAIR_BLOCK_TENSORS, FUSED_PAIR_BLOCK_TENSORS = 80, 54
 ATOM_BLOCK_TENSORS = 36
 EAGER_SCORES = 10  # logits, probabilities and their gradients
 
@@ -88,10 +91,12 @@ def predict_memory(
     trunk = _trunk(model, plan, n_tokens, msa_depth, templates)
     diffusion = _diffusion(model, plan, n_tokens, atoms, narrow)
     scores = not (plan.sdpa or plan.evoflash3d)
-    at_work = {
-        "diffusion": _atom_block(model, atoms, narrow) + scores * _token_scores(model, n_tokens),
-        "trunk": _pair_block(model, n_tokens, narrow, scores),
-    }
+    pair_block = _pair_block(model, plan, n_tokens, narrow, scores)
+    at_work = {"diffusion": _atom_block(model, atoms, narrow) + scores * _token_scores(model, n_tokens)}
+    at_work["trunk"] = pair_block
+    if plan.graphs and n_tokens**2 * model.dim_pairwise <= MOST_ELEMENTS:
+        trunk["graphs"] = _graph_buffers(model, n_tokens, msa_depth, templates) + pair_block
+        at_work["trunk"] = 0
     moments = {"diffusion": {**trunk, **diffusion}, "trunk": trunk}
     moment = max(moments, key=lambda name: sum(moments[name].values()) + at_work[name])
     return Prediction(parameters * PERSISTENT_BYTES, moments[moment], at_work[moment], moment)
@@ -153,8 +158,17 @@ def _diffusion(model: Architecture, plan: Plan, n: int, atoms: int, narrow: int)
     }
 
 
-def _pair_block(model: Architecture, n: int, narrow: int, scores: bool) -> int:
-    block = n * n * model.dim_pairwise * PAIR_BLOCK_TENSORS * narrow
+def _graph_buffers(model: Architecture, n: int, depth: int, templates: int) -> int:
+    """What graphs read and write, and the gradients of it: once for each kind of block."""
+    copies, pairs = model.diffusion_num_augmentations, n * n * model.dim_pairwise
+    trunk = 2 * pairs + n * model.dim_single + depth * n * model.dim_msa + templates * n * n * model.template_pair.dim
+    token = copies * n * (model.dim_token + model.dim_condition) + pairs
+    return 2 * STREAM * (trunk + token)
+
+
+def _pair_block(model: Architecture, plan: Plan, n: int, narrow: int, scores: bool) -> int:
+    tensors = FUSED_PAIR_BLOCK_TENSORS if plan.evofusion else PAIR_BLOCK_TENSORS
+    block = n * n * model.dim_pairwise * tensors * narrow
     return block + scores * n**3 * model.trunk_pair.tri_attn_heads * EAGER_SCORES * narrow
 
 

@@ -30,10 +30,9 @@ class Plan:
             that kernel cannot express, and devices that its kernels do not run on, stay with ``sdpa`` (if on), else
             with the stock code or the kernel's reference.
         evofusion: what surrounds the attention (norms with projections, triangle updates, transitions, gates, the MSA
-            module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`. Off until it
-            has been measured on a GPU.
+            module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`.
         graphs: the checkpointed blocks of Pairformer, MSA module, template embedder and token transformer are captured
-            as CUDA graphs, once a block and shape that has been seen before. Off: it has not run on a GPU yet.
+            as CUDA (HIP) graphs, once a block and shape; on a CPU they run one operator at a time.
     """
 
     shared_conditioning: bool = True
@@ -43,8 +42,8 @@ class Plan:
     recompute: bool = True
     sdpa: bool = True
     evoflash3d: bool = True
-    evofusion: bool = False
-    graphs: bool = False
+    evofusion: bool = True
+    graphs: bool = True
 
     @classmethod
     def none(cls) -> Plan:

@@ -71,9 +71,10 @@ def test_the_lines_of_doctor_name_both_models():
 
 
 def test_its_constants_are_the_models():
-    from megafold.model import recompute
+    from megafold.model import graphs, recompute
     from megafold.model.build import build_model
 
     assert (footprint.GROUPED_FROM, footprint.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
+    assert footprint.MOST_ELEMENTS == graphs.MOST_ELEMENTS
     built = sum(parameter.numel() for parameter in build_model("paper").parameters())
     assert {"paper": built} == footprint.PARAMETERS

@@ -206,11 +206,11 @@ def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, ma
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    optimize(model, Plan(evofusion=True))
+    optimize(model, Plan(graphs=False))
     expected = step(model, batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
-        report = optimize(model, Plan(evofusion=True, graphs=True))
+        report = optimize(model, Plan())
     assert report.replaced["graphs"] == 4
     for _ in range(2):
         found = step(model, batch)
@@ -225,13 +225,13 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
     from megafold.model.optimize import optimize
 
     model, batch = make_model(**CHECKPOINTED), make_batch(7)
-    optimize(model, Plan())
+    optimize(model, Plan(graphs=False))
     expected = step(model, batch)
-    report = optimize(model, Plan(graphs=True))
+    report = optimize(model, Plan())
     assert ("", "graphs: the model is on cpu; blocks run one operator at a time there") in report.not_replaced
     found = step(model, batch)
     assert torch.equal(found[0], expected[0])
-    missed = optimize(make_model(), Plan(graphs=True)).not_replaced
+    missed = optimize(make_model(), Plan()).not_replaced
     assert [path for path, reason in missed if "without checkpointing" in reason] == [
         *("pairformer", "diffusion_module.token_transformer", "msa_module", "template_embedder")
     ]
@@ -247,9 +247,9 @@ def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch,
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    optimize(model, Plan())
+    optimize(model, Plan(graphs=False))
     expected = step(model, batch)
-    assert optimize(model, Plan(graphs=True)).replaced["graphs"] == 4
+    assert optimize(model, Plan()).replaced["graphs"] == 4
     for _ in range(3):
         found = step(model, batch)
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)

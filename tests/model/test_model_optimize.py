@@ -131,7 +131,7 @@ def test_report_counts_every_attention(model):
     [
         pytest.param(
             {"diffusion_candidates": 2},
-            Plan(recompute=False, sdpa=False, evoflash3d=False),
+            Plan(recompute=False, sdpa=False, evoflash3d=False, evofusion=False, graphs=False),
             [
                 ("", "shared_conditioning: XMWrapper"),
                 ("", "asynchronous: XMWrapper"),
@@ -143,25 +143,25 @@ def test_report_counts_every_attention(model):
         ),
         pytest.param(
             {"diffusion_module_kwargs": {"token_transformer_kwargs": {"num_register_tokens": 1}}},
-            Plan(),
+            Plan(evofusion=False, graphs=False),
             [("diffusion_module.token_transformer", "shared_conditioning: register tokens")],
             id="register-tokens",
         ),
         pytest.param(
             {"pairformer_stack": {"pair_bias_attn_kwargs": {"enable_attn_softclamp": True}}},
-            Plan(evoflash3d=True),
+            Plan(evofusion=False, graphs=False),
             [("pairformer.layers.0.1.fn", "evoflash3d: the logits"), ("pairformer.layers.0.1.fn", "sdpa: the logits")],
             id="softclamp",
         ),
         pytest.param(
             {"pairformer_stack": {"pair_bias_attn_dim_head": 12}},
-            Plan(evoflash3d=True),
+            Plan(evofusion=False, graphs=False),
             [("pairformer.layers.0.1.fn", "evoflash3d: head dimension 12")],
             id="head-dimension",
         ),
         pytest.param(
             {"input_embedder_kwargs": {"atom_transformer_kwargs": {"use_linear_attn": True}}},
-            Plan(evoflash3d=False),
+            Plan(evoflash3d=False, evofusion=False, graphs=False),
             [("input_embedder.atom_transformer.layers.0.0", "sdpa: TaylorSeriesLinearAttn")],
             id="linear-attention",
         ),
@@ -215,7 +215,7 @@ def test_rollouts_that_nothing_heeds_are_refused(rollouts, plan, problem, model)
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(), Plan.only("shared_conditioning", "shared_rollout"), Plan(sdpa=False), Plan(evofusion=True)],
+    [Plan(), Plan.only("shared_conditioning", "shared_rollout"), Plan(sdpa=False), Plan(graphs=False)],
     ids=["default", "shared", "evoflash3d", "evofusion"],
 )
 def test_inference_samples_the_same_structures(model, batch, plan):

@@ -9,7 +9,7 @@ import torch
 
 from megafold.model.plan import Plan
 
-EVERY_SWITCH = Plan(evofusion=True)
+EVERY_SWITCH = Plan(graphs=False)
 TRANSFORMER = "token_transformer_kwargs"
 
 

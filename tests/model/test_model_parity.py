@@ -12,8 +12,8 @@ from megafold.model.plan import Plan
 NEEDS_MORE = ("shared_rollout", "graphs")
 PLANS = {
     **{switch: Plan.only(switch) for switch in Plan().as_dict() if switch not in NEEDS_MORE},
-    "all": Plan(evofusion=True),
-    "all-through-evoflash3d": Plan(evofusion=True, sdpa=False),
+    "all": Plan(graphs=False),
+    "all-through-evoflash3d": Plan(sdpa=False, graphs=False),
 }
 CHECKPOINTED = {
     **{f"checkpoint_{part}": True for part in ("diffusion_module", "trunk_pairformer", "distogram_head")},

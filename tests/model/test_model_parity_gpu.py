@@ -30,14 +30,14 @@ def test_bf16_is_as_close_to_float64_as_the_stock_model(
     exact = step_in_float64(model, batch, **options)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         stock = step(model, batch, **options)
-        optimize(model, Plan(evofusion=True, graphs=True))
+        optimize(model, Plan())
         for _ in range(3):  # once without graphs, recorded, replayed
             found = step(model, batch, **options)
             assert beyond_budget(found, stock, exact, roundings=ONE_ROUNDING) == []
     assert model.pairformer._megafold_graphs.shapes > 2
 
 
-@pytest.mark.parametrize("plan", [Plan(evofusion=True), Plan(evofusion=True, graphs=True)], ids=["fused", "graphs"])
+@pytest.mark.parametrize("plan", [Plan(graphs=False), Plan()], ids=["fused", "graphs"])
 def test_two_runs_give_the_same_bits(plan, make_model, make_batch, step):
     from megafold.model.optimize import optimize
 

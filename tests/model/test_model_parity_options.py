@@ -11,8 +11,8 @@ PLANS = {
     "asynchronous": Plan.only("asynchronous"),
     "chunked_heads": Plan.only("chunked_heads"),
     "evofusion": Plan.only("evofusion"),
-    "all": Plan(evofusion=True),
-    "all-through-evoflash3d": Plan(evofusion=True, sdpa=False),
+    "all": Plan(graphs=False),
+    "all-through-evoflash3d": Plan(sdpa=False, graphs=False),
 }
 CHECKPOINTS = ("input_embedding", "trunk_pairformer", "diffusion_module", "confidence_head")
 EXTRAS = {

@@ -25,7 +25,7 @@ except Exception as error:
 else:
     raise AssertionError("nothing was checked")
 stock, exact = helpers._step(model, batch), helpers._step_in_float64(model, batch)
-report = optimize(model, Plan(evofusion=True))
+report = optimize(model, Plan(graphs=False))
 print(helpers._beyond_budget(helpers._step(model, batch), stock, exact))
 print(report.not_replaced)
 """
