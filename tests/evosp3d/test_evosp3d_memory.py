@@ -108,3 +108,30 @@ def test_a_gathered_operand_is_found(model, of_one_rank, monkeypatch):
     monkeypatch.setattr(triangle, "triangle_multiplication", gathered)
     found = _allocations(model, 24)
     assert found.largest > of_one_rank.largest / 24 + BIAS * TOKENS**2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "grouped"),
+    [(1536, 1536, True), (768, 1536, True), (192, 1536, False), (1280, 1280, False), (128, 2048, False)],
+    ids=["one-device", "P=2", "P=8", "short", "N=2048-P=16"],
+)
+def test_blocks_are_grouped_where_a_rank_holds_many_pairs(rows, columns, grouped):
+    from megafold.model import recompute
+
+    assert recompute._are_many(torch.empty(1, rows, columns, 128, device="meta")) is grouped
+
+
+def test_a_limit_on_memory_names_the_device_by_number(monkeypatch):
+    """torch refuses a device without one, which is what a rank that is alone has."""
+    from experiments.contenders.sequence_parallel import GIB, limit_memory
+
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: set_to.append((share, index))
+    )
+    properties = type("Properties", (), {"total_memory": 128 * GIB})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    limit_memory("", torch.device("cuda"))
+    limit_memory("limit-64gib", torch.device("cuda", 1))
+    assert set_to == [(1.0, 3), (0.5, 1)]
