@@ -1,11 +1,11 @@
 """An mmCIF file -> its first biological assembly, cleaned, in the categories that the baseline's parser reads.
 
 The baseline expects files prepared in this way (`<id>-assembly1.cif`); most files of the wwPDB fail in it. Written
-anew: the first model only; waters, hydrogens, alternative locations, unknown ligands, crystallisation aids and clashing
-chains removed (AF3 supplement 2.5.4); copies of a chain named `A-2`, `A-3`; residues of an author chain numbered 1, 2,
-... along the full sequence, without insertion codes (so that bonds are found by number), the polymer before its
-ligands; chains in sorted order. What is removed or replaced is told in the log. A file of an assembly
-(`<id>-assembly<n>`) is not expanded.
+anew: the first model only; waters, hydrogens, alternative locations, unknown ligands, crystallisation aids, broken and
+clashing chains removed, and all but 20 chains of a large assembly (AF3 supplement 2.5.4); copies of a chain named
+`A-2`, `A-3`; residues of an author chain numbered 1, 2, ... along the full sequence, without insertion codes (so that
+bonds are found by number), the polymer before its ligands; chains in sorted order. What is removed or replaced is told
+in the log. A file of an assembly (`<id>-assembly<n>`) is not expanded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from itertools import product
 
 import numpy as np
 
-from megafold.evopipe import clashes, mmcif_text, sequences
+from megafold.evopipe import clashes, filters, mmcif_text, sequences
 from megafold.evopipe.report import EntryError, Log, listed
 from megafold.evopipe.residues import UNKNOWN_RESIDUE, UNSET, WATERS, Residue, of_unknown_component, read
 
 MAX_CHAINS = 300  # the limit of AF3's training filter
+LARGE = 20  # chains of which the nearest ones stay
 POLYMERS = ("peptide", "dna", "rna")
 CRYSTALLISATION_AIDS = frozenset(  # AF3 supplement, table 9: left out of structures found by diffraction
     ["SO4", "GOL", "EDO", "PO4", "ACT", "PEG", "DMS", "TRS", "PGE", "PG4", "FMT", "EPE", "MPD", "MES", "CD", "IOD"]
@@ -80,7 +81,7 @@ def is_prepared(text: str, name: str) -> bool:
     return clean and not found["label_comp_id"] & WATERS and not found["type_symbol"] & {"H", "D"}
 
 
-def build(text: str, name: str, file: str, log: Log | None = None) -> Assembly:
+def build(text: str, name: str, file: str, log: Log | None = None, most_chains: int = LARGE) -> Assembly:
     """Expand and clean one file.
 
     Args:
@@ -88,6 +89,7 @@ def build(text: str, name: str, file: str, log: Log | None = None) -> Assembly:
         name: entry id to write.
         file: file name, for messages.
         log: where everything that is removed or replaced is told.
+        most_chains: of a larger assembly so many chains stay, those nearest to a token of an interface.
 
     Raises:
         InputError: not a CIF file, truncated, or without usable atoms.
@@ -105,7 +107,7 @@ def build(text: str, name: str, file: str, log: Log | None = None) -> Assembly:
     _find_polymers(residues, types, log)
     full = sequences.of_chains(block, residues, log)
     types |= _component_types(block, {component for one in full.values() for component in one})
-    residues = _without_aids(block, residues, log)
+    residues = _without_broken(_without_aids(block, residues, log), log)
     expanded = "-assembly" in file.rpartition("/")[2]
     chains = _expand(None if expanded else block, residues, full, log)
     count = len({chain.author for chain in chains})
@@ -113,7 +115,7 @@ def build(text: str, name: str, file: str, log: Log | None = None) -> Assembly:
         problem = f"{count} chains; at most {MAX_CHAINS} are supported"
         action = "AF3 does not train on such entries; give a file with fewer chains"
         raise EntryError(file, "_pdbx_struct_assembly_gen", problem, action, "too many chains")
-    chains = _without_clashes(chains, log)
+    chains = _nearest(_without_clashes(chains, log), name, most_chains, log)
     authors: dict[str, list[Chain]] = defaultdict(list)
     for chain in sorted(chains, key=lambda chain: (chain.author, not chain.sequence)):
         authors[chain.author].append(chain)
@@ -151,6 +153,38 @@ def _without_aids(block, residues: list[Residue], log: Log) -> list[Residue]:
     if aids:
         log.changed("crystallisation aids", f"left out: {listed(aids)}")
     return [one for one in residues if one.polymer or one.component not in CRYSTALLISATION_AIDS]
+
+
+def _without_broken(residues: list[Residue], log: Log) -> list[Residue]:
+    chains: dict[str, list[Residue]] = defaultdict(list)
+    for residue in residues:
+        if residue.polymer:
+            chains[residue.asym].append(residue)
+    found = {asym: where for asym, mine in chains.items() if (where := filters.broken(mine))}
+    if not found:
+        return residues
+    told = [f"{asym} ({where})" for asym, where in found.items()]
+    kept = [one for one in residues if not (one.polymer and one.asym in found)]
+    if not kept:
+        problem, action = f"every chain is broken: {listed(told)}", "AF3 does not train on such chains"
+        raise EntryError(log.file, "_atom_site", problem, action, "broken chains")
+    log.changed("broken chains", f"left out: {listed(told, len(told))}")
+    return kept
+
+
+def _nearest(chains: list[Chain], name: str, most: int, log: Log) -> list[Chain]:
+    authors: dict[str, list[np.ndarray]] = defaultdict(list)
+    for chain in chains:
+        places = np.array(filters.centers(chain.residues))
+        authors[chain.author].append(places @ chain.operator[:3, :3].T + chain.operator[:3, 3])
+    if len(authors) <= most:
+        return chains
+    kept = filters.nearest_chains({author: np.concatenate(parts) for author, parts in authors.items()}, name, most)
+    left_out = sorted(authors.keys() - set(kept))
+    reason = f"of {len(authors)} chains the {most} nearest to a token of an interface are kept; left out: "
+    action = "set data.max_chains to keep more"
+    log.changed("large assembly", reason + listed(left_out, len(left_out)), action)
+    return [chain for chain in chains if chain.author in kept]
 
 
 def _without_clashes(chains: list[Chain], log: Log) -> list[Chain]:

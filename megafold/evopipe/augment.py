@@ -10,7 +10,7 @@ structure (`CentreRandomAugmentation`). What a reader would take for mistakes is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -49,6 +49,7 @@ def choose_crop(
     seed: int,
     weights: dict[str, float] | None = None,
     chains: tuple[int, int] | None = None,
+    sampled: Mapping[tuple[int, int], float] | None = None,
 ) -> Choice:
     """Choose at most `crop_size` tokens.
 
@@ -60,42 +61,73 @@ def choose_crop(
         crop_size: tokens, at least 1.
         weights: of `contiguous`, `spatial`, `interface`; AF3's by default.
         chains: the chain (and -1) or the two chains of the example; None to choose them.
+        sampled: weights to choose them with (`clusters.Clusters.of`); by default, or where there are none, those of a
+            data set in which every chain and every interface is a cluster of its own.
     """
     tokens, rng = entry.arrays["tokens"], generator(entry.name, epoch, seed, "crop")
-    weight = WEIGHTS if weights is None else weights
+    weight, known = WEIGHTS if weights is None else weights, entry.shortcuts
     if chains is None:
-        chains = _choose_chains(tokens, rng, pairs_only=set(weight) == {"interface"}, touching=entry.touching)
+        if sampled:
+            items, share = list(sampled), np.array(list(sampled.values()))
+        else:
+            items, share = chain_weights(tokens) if known is None else _known_weights(known)
+        chains = _choose_chains(items, share, rng, pairs_only=set(weight) == {"interface"})
     kind = _choose_kind(weight, pair=chains[1] >= 0, rng=rng)
+    if len(tokens) <= crop_size:
+        return Choice(np.ones(len(tokens), bool), "whole", chains)
     if kind == "contiguous":
         keep = contiguous(tokens["chain"], crop_size, rng)
     else:
-        keep = _spatial_crop(tokens, crop_size, chains, interface=kind == "interface", rng=rng)
-    if len(tokens) <= crop_size:
-        return Choice(keep, "whole", chains)
-    return Choice(keep, kind, _kept_chains(np.unique(tokens["chain"][keep]), chains, rng))
+        near = None
+        if kind == "interface":
+            near = interface_places(tokens, chains) if known is None else _known_places(known, chains)
+        keep = _spatial_crop(tokens, crop_size, chains, near, rng)
+    return Choice(keep, kind, _kept_chains(tokens["chain"][keep], chains, rng))
 
 
-def _spatial_crop(tokens, crop_size: int, chains, *, interface: bool, rng: np.random.Generator) -> np.ndarray:
+def _known_weights(known: dict[str, np.ndarray]) -> tuple[list[tuple[int, int]], np.ndarray]:
+    return _weigh(known["chain_types"].tolist(), known["pairs"].tolist())
+
+
+def _known_places(known: dict[str, np.ndarray], chains: tuple[int, int]) -> np.ndarray:
+    pairs = known["pairs"].tolist()
+    if list(chains) not in pairs:  # chains that do not touch have no interface
+        return known["pair_places"][:0]
+    place = pairs.index(list(chains))
+    return known["pair_places"][slice(*known["pair_starts"][place : place + 2].tolist())]
+
+
+def _spatial_crop(tokens, crop_size: int, chains, near: np.ndarray | None, rng: np.random.Generator) -> np.ndarray:
     """Around a token of the chains, or of their interface. bool [N].
 
     An unresolved residue is nowhere: it is no center, and is taken only when the crop has room for everything else. So
     the resolved tokens of these crops are those that the baseline takes, which knows no others.
     """
-    placed, keep = np.flatnonzero(_is_placed(tokens)), np.zeros(len(tokens), bool)
-    position, chain = tokens["crop_position"][placed].astype(np.float64), tokens["chain"][placed]
-    centers = np.flatnonzero((chain == chains[0]) | (chain == chains[1]))
-    if interface and (chain != chain[0]).any():
-        # The baseline finds the interface among the tokens of the two chains, and takes their places in that selection
-        # for places in the structure.
-        near = np.flatnonzero(_near_another_chain(position[centers], chain[centers]))
-        centers = near if len(near) else centers
-    keep[placed[_nearest(position, int(rng.choice(centers)), crop_size)]] = True
-    keep[np.flatnonzero(~keep)[: max(0, crop_size - len(placed))]] = True
+    placed, keep = _is_placed(tokens).nonzero()[0], np.zeros(len(tokens), bool)
+    position, chain = tokens["crop_position"].astype(np.float64), tokens["chain"]
+    if len(placed) < len(tokens):
+        position, chain = position[placed], chain[placed]
+    centers = near
+    if near is None or not len(near):
+        centers = ((chain == chains[0]) | (chain == chains[1])).nonzero()[0]
+    keep[placed[_nearest(position, int(centers[rng.integers(len(centers))]), crop_size)]] = True
+    if len(placed) < crop_size:
+        keep[(~keep).nonzero()[0][: crop_size - len(placed)]] = True
     return keep
 
 
+def interface_places(tokens: np.ndarray, chains: tuple[int, int]) -> np.ndarray:
+    """The resolved tokens of two chains that are near the other one: places in the selection of their resolved tokens.
+
+    The baseline takes those places for places in the structure, and so does `choose_crop`.
+    """
+    placed = tokens[_is_placed(tokens) & ((tokens["chain"] == chains[0]) | (tokens["chain"] == chains[1]))]
+    return np.flatnonzero(_near_another_chain(placed["crop_position"].astype(np.float64), placed["chain"]))
+
+
 def _is_placed(tokens: np.ndarray) -> np.ndarray:
-    return np.isfinite(tokens["crop_position"]).all(axis=-1)
+    position = tokens["crop_position"]
+    return np.isfinite(position[:, 0] + position[:, 1] + position[:, 2])
 
 
 def touching_chains(tokens: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -103,6 +135,17 @@ def touching_chains(tokens: np.ndarray) -> tuple[tuple[int, int], ...]:
     tokens = tokens[_is_placed(tokens)]
     present = [int(chain) for chain in np.unique(tokens["chain"])]
     return tuple(pair for pair in combinations(present, 2) if _touch(tokens, *pair))
+
+
+def chain_types(tokens: np.ndarray) -> list[tuple[int, int]]:
+    """(chain, index into KINDS of what most of its polymer residues are; a ligand where it has none)."""
+    found = []
+    for chain in np.unique(tokens["chain"]):
+        kinds = tokens["kind"][tokens["chain"] == chain]
+        polymer = kinds[kinds < LIGAND]
+        one = LIGAND if not len(polymer) else int(np.bincount(polymer % FIRST_ATOMISED).argmax())
+        found.append((int(chain), one))
+    return found
 
 
 def chain_weights(
@@ -113,41 +156,41 @@ def chain_weights(
     An interface is a pair of chains with center atoms within 15 angstrom: one that a crop can be drawn around. Clusters
     are not known here: each chain and each interface counts as a cluster of its own.
     """
-    present, alpha = np.unique(tokens["chain"]), {}
-    for chain in present:
-        kinds = tokens["kind"][tokens["chain"] == chain]
-        polymer = kinds[kinds < LIGAND]
-        one = LIGAND if not len(polymer) else int(np.bincount(polymer % FIRST_ATOMISED).argmax())
-        alpha[int(chain)] = TYPE_WEIGHTS[KINDS[one]]
-    items = [(int(chain), -1) for chain in present]
-    items += touching_chains(tokens) if touching is None else touching
-    raw = [
-        CHAIN_WEIGHT * alpha[a] if b < 0 else INTERFACE_WEIGHT * (alpha[a] + alpha[b])
-        for a, b in items
-    ]  # fmt: skip
+    return _weigh(chain_types(tokens), touching_chains(tokens) if touching is None else touching)
+
+
+def _weigh(types, pairs) -> tuple[list[tuple[int, int]], np.ndarray]:
+    alpha = {chain: TYPE_WEIGHTS[KINDS[kind]] for chain, kind in types}
+    items = [*((chain, -1) for chain, _ in types), *((a, b) for a, b in pairs)]
+    raw = [CHAIN_WEIGHT * alpha[a] if b < 0 else INTERFACE_WEIGHT * (alpha[a] + alpha[b]) for a, b in items]
     return items, np.array(raw) / sum(raw)
 
 
-def _choose_chains(tokens: np.ndarray, rng: np.random.Generator, *, pairs_only: bool, touching) -> tuple[int, int]:
-    items, share = chain_weights(tokens, touching)
+def _choose_chains(items, share: np.ndarray, rng: np.random.Generator, *, pairs_only: bool) -> tuple[int, int]:
     if pairs_only and any(b >= 0 for _, b in items):
         share = np.where([b >= 0 for _, b in items], share, 0)
-    return items[int(rng.choice(len(items), p=share / share.sum()))]
+    return items[_draw(share, rng)]
+
+
+def _draw(share: np.ndarray, rng: np.random.Generator) -> int:
+    """A place with the probabilities `share` (any sum), as `Generator.choice` draws it."""
+    sums = share.cumsum()
+    return min(int((sums / sums[-1]).searchsorted(rng.random(), side="right")), len(share) - 1)
 
 
 def _choose_kind(weight: dict[str, float], *, pair: bool, rng: np.random.Generator) -> str:
     kinds = [kind for kind in WEIGHTS if weight.get(kind, 0.0) > 0 and (pair or kind != "interface")]
     if not kinds:
         return "spatial"
-    share = np.array([weight[kind] for kind in kinds])
-    return kinds[int(rng.choice(len(kinds), p=share / share.sum()))]
+    return kinds[_draw(np.array([weight[kind] for kind in kinds]), rng)]
 
 
 def _kept_chains(inside: np.ndarray, chains: tuple[int, int], rng: np.random.Generator) -> tuple[int, int]:
-    """The chains of the example that are in the crop; others, at random, when neither is."""
-    kept = tuple(one if one in inside else -1 for one in chains)
+    """The chains of the example that are in the crop (`inside`: of each token); others, at random, when neither is."""
+    kept = tuple(one if (inside == one).any() else -1 for one in chains)
     if max(kept) >= 0:
         return kept
+    inside = np.unique(inside)
     if chains[1] >= 0 and len(inside) > 1:
         return tuple(sorted(int(one) for one in rng.choice(inside, 2, replace=False)))
     return int(rng.choice(inside)), -1
@@ -178,8 +221,9 @@ def spatial(tokens: np.ndarray, center: int, crop_size: int) -> np.ndarray:
 
 def _nearest(position: np.ndarray, center: int, count: int) -> np.ndarray:
     """Indices of the `count` tokens of algorithm 2, the nearest first."""
-    distance = np.linalg.norm(position - position[center], axis=-1) + 1e-3 * np.arange(len(position))
-    return np.argsort(distance, kind="stable")[:count]
+    offset = position - position[center]
+    distance = np.sqrt((offset * offset).sum(axis=-1)) + 1e-3 * np.arange(len(position))
+    return distance.argsort(kind="stable")[:count]
 
 
 def _near_another_chain(position: np.ndarray, chain: np.ndarray) -> np.ndarray:

@@ -8,11 +8,10 @@ reading an entry does not involve the HDF5 library. A reader may be sent to fork
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,18 @@ from typing import Any
 import numpy as np
 
 from megafold.errors import InputError
-from megafold.evopipe import codec
+from megafold.evopipe import codec, table
 from megafold.evopipe.index import Index, write_index
-from megafold.evopipe.layout import ARRAYS, SCHEMA_VERSION, Entry
+from megafold.evopipe.layout import ARRAYS, SCHEMA_VERSION, SHORTCUTS, Entry
 from megafold.evopipe.report import Finding
 from megafold.evopipe.shards import folder_of, row_type
 
 PACKAGES = ("alphafold3-pytorch", "rdkit", "biotite", "gemmi", "numpy")
 OPEN_SHARDS = 32
 MAX_META = 1 << 28  # bytes
-MAX_RUNS = 48  # of columns in a block of 256 that are copied run by run
-LAZY = ("msa", *codec.SPARSE)  # read by rows and columns, the rest as a whole
+LAZY = ("msa", *table.SPARSE)  # read by columns and rows, the rest as a whole
+WHOLE = tuple(name for name in table.STORED if name not in LAZY)
+MAX_GAP, MAX_SPAN = 1 << 12, 1 << 22  # bytes between blocks that one pread takes, and of all that it takes
 
 
 def versions() -> dict[str, str]:
@@ -83,7 +83,7 @@ class StructureCache:
         self._index: Index | None = None
         self._shards: OrderedDict[int, int] = OrderedDict()
         self._last_name = ""
-        self._last: tuple[np.void | None, dict[str, Any], dict[str, codec.Table]] = (None, {}, {})  # the last entry
+        self._last: tuple[np.void | None, bytes, dict[str, codec.Table]] = (None, b"", {})  # the last entry
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "expected": self._index.digest if self._index is not None else self._expected}
@@ -151,110 +151,145 @@ class StructureCache:
                 raise InputError(self.path, row["name"].decode(), problem) from error
         return self._shards[number]
 
-    def _pread(self, row: np.void, offset: int, size: int, digest: bytes, what: str) -> bytes:
-        name = row["name"].decode()
+    def _corrupt(self, row: np.void, what: str, problem: object) -> InputError:
+        return InputError(self.path, row["name"].decode(), f"corrupt entry ({what}: {problem})")
+
+    def _pread(self, row: np.void, offset: int, size: int, what: str) -> bytes:
         try:
-            data = os.pread(self.shard_handle(row), size, offset)
+            return os.pread(self.shard_handle(row), size, offset)
         except (OSError, OverflowError, ValueError) as error:
-            raise InputError(self.path, name, f"corrupt entry ({what}: {error})") from error
-        if codec.checksum(data) != digest:
-            raise InputError(self.path, name, f"corrupt entry ({what}: checksum)")
-        return data
+            raise self._corrupt(row, what, error) from error
 
     def meta(self, name: str) -> dict[str, Any]:
         """What is known of an entry besides its arrays: chains, resolution, sources, versions, notes, findings."""
-        return self._described(name)[1]
+        row, text, _ = self._described(name)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise self._corrupt(row, "meta", error) from error
 
     def tables(self, name: str) -> dict[str, codec.Table]:
         """Where the blocks of each stored array of an entry lie in its shard."""
         return self._described(name)[2]
 
-    def _described(self, name: str) -> tuple[np.void, dict[str, Any], dict[str, codec.Table]]:
+    def _described(self, name: str) -> tuple[np.void, bytes, dict[str, codec.Table]]:
         if self._last_name == name:
             return self._last
         row = self.row(name)
-        data = self._pread(row, int(row["meta_offset"]), int(row["meta_bytes"]), row["meta_sum"].tobytes(), "meta")
+        data = self._pread(row, int(row["meta_offset"]), int(row["meta_bytes"]), "meta")
+        if codec.checksum(data) != row["meta_sum"].tobytes():
+            raise self._corrupt(row, "meta", "checksum")
         try:
-            size = min(MAX_META, len(data) * codec.MAX_RATIO)
-            meta = json.loads(_inflate(data, size))
-            places = meta.pop("arrays")
-            tables = {array: codec.Table(array, places[array]) for array in codec.STORED}
+            text = _inflate(data, min(MAX_META, len(data) * codec.MAX_RATIO))
+            tables, end = table.unpack_tables(text)
             _check_sizes(tables, row)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(self.path, name, f"corrupt entry (meta: {error})") from error
-        self._last_name, self._last = name, (row, meta, tables)
+        except codec.BadBlock as error:
+            raise self._corrupt(row, "meta", error) from error
+        self._last_name, self._last = name, (row, text[end:], tables)
         return self._last
 
-    def _block(self, name: str, array: str, place: tuple[int, int, bytes]) -> np.ndarray:
-        row, _, tables = self._described(name)
-        table = tables[array]
-        try:
-            return codec.unpack(self._pread(row, *place, f"dataset {array}"), table.dtype, table.block)
-        except codec.BadBlock as error:
-            raise InputError(self.path, name, f"corrupt entry (dataset {array}: {error})") from error
+    def _blocks(self, name: str, wanted: list[tuple[codec.Table, tuple, tuple]]) -> Iterator[tuple]:
+        """(table, corner, block) of some blocks (table, corner, place) in the order in which they lie in the file.
 
-    def _array(self, name: str, array: str) -> np.ndarray:
-        table = self.tables(name)[array]
-        if table.block == table.shape and table.places:
-            return self._block(name, array, table.places[0])
-        out = np.zeros(table.shape, table.dtype)
-        for corner, place in table.chosen():
-            target = out[tuple(slice(first, first + step) for first, step in zip(corner, table.block))]
-            target[...] = self._block(name, array, place)[tuple(slice(0, size) for size in target.shape)]
-        return out
+        Blocks that lie together are read together.
+        """
+        row = self._described(name)[0]
+        wanted = sorted(wanted, key=lambda one: one[2][0])
+        first = 0
+        while first < len(wanted):
+            start, last = wanted[first][2][0], first
+            end = start + wanted[first][2][1]
+            while last + 1 < len(wanted):
+                offset, size, _ = wanted[last + 1][2]
+                if offset < end or offset - end > MAX_GAP or offset + size - start > MAX_SPAN:
+                    break
+                last, end = last + 1, offset + size
+            data = memoryview(self._pread(row, start, end - start, f"dataset {wanted[first][0].name}"))
+            for one, corner, (offset, size, digest) in wanted[first : last + 1]:
+                piece = data[offset - start : offset - start + size]
+                if codec.checksum(piece) != digest:
+                    raise self._corrupt(row, f"dataset {one.name}", "checksum")
+                try:
+                    yield one, corner, codec.unpack(piece, one.dtype, one.block)
+                except codec.BadBlock as error:
+                    raise self._corrupt(row, f"dataset {one.name}", error) from error
+            first = last + 1
 
-    def _window(self, name: str, array: str, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Rows and columns (ascending indices) of a two-dimensional array; one block at a time is in memory."""
-        table = self.tables(name)[array]
-        out = np.zeros((len(rows), len(columns)), table.dtype)
-        for (first, left), place in table.chosen((int(rows[0]), int(rows[-1])), columns):
-            down = slice(*np.searchsorted(rows, (first, first + table.block[0])))
-            across = slice(*np.searchsorted(columns, (left, left + table.block[1])))
-            if down.start == down.stop:
+    def _arrays(self, name: str, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Some stored arrays of an entry, whole."""
+        tables, found, wanted = self.tables(name), {}, []
+        for array in names:
+            one = tables[array]
+            if one.block != one.shape or not one.places:
+                found[array] = np.zeros(one.shape, one.dtype)
+            wanted += [(one, *place) for place in one.chosen()]
+        for one, corner, block in self._blocks(name, wanted):
+            if one.name not in found:
+                found[one.name] = block
                 continue
-            block = self._block(name, array, place)
-            if down.stop - down.start < len(block):
-                block = block[rows[down] - first]
-            _copy_columns(block, columns[across] - left, out[down, across])
+            target = found[one.name][tuple(slice(first, first + step) for first, step in zip(corner, one.block))]
+            target[...] = block[tuple(slice(0, size) for size in target.shape)]
+        return found
+
+    def _window(self, name: str, columns: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Columns and rows (ascending indices) of the alignment, [columns, rows]; one block at a time is inflated."""
+        one = self.tables(name)["msa"]
+        out = np.zeros((len(columns), len(rows)), one.dtype)
+        wanted = [(one, *place) for place in one.chosen(columns, (int(rows[0]), int(rows[-1])))]
+        for _, (left, first), block in self._blocks(name, wanted):
+            across = slice(*columns.searchsorted((left, left + one.block[0])))
+            mine = columns[across] - left
+            if len(rows) == block.shape[1] == one.shape[1]:
+                block.take(mine, axis=0, out=out[across], mode="clip")  # other modes copy twice
+                continue
+            down = slice(*rows.searchsorted((first, first + one.block[1])))
+            out[across, down] = block.take(mine, axis=0).take(rows[down] - first, axis=1)
         return out
 
     def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
         meta = self.meta(name)
-        kept = ("resolution", "released", "smiles", "sources")
-        return Entry(
-            name=name,
-            arrays=arrays,
-            chains=tuple(meta["chains"]),
-            notes=tuple(meta["notes"]),
-            findings=tuple(Finding.from_json(one) for one in meta["findings"]),
-            touching=tuple((int(one), int(other)) for one, other in meta["touching"]),
-            **{field: meta[field] for field in kept},
-        )
+        try:
+            return Entry(
+                name=name,
+                arrays={array: arrays[array] for array in ARRAYS},
+                chains=tuple(meta["chains"]),
+                resolution=meta["resolution"],
+                released=meta["released"],
+                smiles=meta["smiles"],
+                sources=meta["sources"],
+                notes=tuple(meta["notes"]),
+                findings=tuple(Finding.from_json(one) for one in meta["findings"]),
+                shortcuts={array: arrays[array] for array in SHORTCUTS},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._corrupt(self.row(name), "meta", error) from error
 
     def problems(self, name: str) -> list[str]:
         """Checks of one entry that fail, one line each; [] for a sound entry."""
+        found = []
         try:
+            self.meta(name)
             tables = self.tables(name)
         except InputError as error:
             return [str(error)]
-        found = []
         for array in tables:
             try:
-                self._array(name, array)
+                self._arrays(name, [array])
             except InputError as error:
                 found.append(str(error))
         return found
 
     def read(self, name: str) -> Entry:
         """One entry with all its arrays, checked."""
-        arrays = {array: self._array(name, array) for array in codec.STORED}
-        rows, columns = arrays["msa"].shape
-        dense = codec.dense_deletions(arrays, np.arange(rows), np.arange(columns), columns)
-        return self._entry(name, {array: arrays[array] for array in ARRAYS if array in arrays} | {"deletions": dense})
+        arrays = self._arrays(name, codec.STORED)
+        columns, rows = arrays["msa"].shape
+        dense = codec.dense_deletions(arrays, np.arange(columns), np.arange(rows), rows)
+        whole = {"msa": np.ascontiguousarray(arrays["msa"].T), "deletions": np.ascontiguousarray(dense.T)}
+        return self._entry(name, arrays | whole)
 
     def read_structure(self, name: str) -> Entry:
         """One entry without its alignment (`msa` and `deletions` have no rows)."""
-        arrays = {array: self._array(name, array) for array in ARRAYS if array in codec.STORED and array not in LAZY}
+        arrays = self._arrays(name, WHOLE)
         n = len(arrays["tokens"])
         return self._entry(name, arrays | {array: np.zeros((0, n), ARRAYS[array]) for array in ("msa", "deletions")})
 
@@ -265,13 +300,15 @@ class StructureCache:
     def read_alignment(self, name: str, rows: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows (ascending indices) and columns (bool [N]) of `msa` and `deletions`: two arrays [rows, kept].
 
-        The deletions are uint8 where every code of the entry fits, as in almost every one; else uint16.
+        Both have their columns first in memory. The deletions are uint8 where every code of the entry fits, as in
+        almost every one; else uint16.
         """
-        columns = np.flatnonzero(keep)
-        sparse = {array: self._array(name, array) for array in codec.SPARSE}
+        columns = keep.nonzero()[0]
+        sparse = self._arrays(name, codec.SPARSE)
         small = int(sparse["deletion_codes"].max(initial=0)) < 256
-        deletions = codec.dense_deletions(sparse, rows, columns, len(keep), "u1" if small else "<u2")
-        return self._window(name, "msa", rows, columns), deletions
+        depth = self.tables(name)["msa"].shape[1]
+        deletions = codec.dense_deletions(sparse, columns, rows, depth, "u1" if small else "<u2")
+        return self._window(name, columns, rows).T, deletions.T
 
     def verify(self) -> Iterator[str]:
         """Every check of every entry that fails, one line each."""
@@ -296,16 +333,6 @@ class Names(Sequence):
         return isinstance(name, str) and self.cache.index.find(name) is not None
 
 
-def _copy_columns(block: np.ndarray, columns: np.ndarray, out: np.ndarray) -> None:
-    """out[...] = block[:, columns] of ascending columns. A crop is made of runs, which are copied as such."""
-    starts = np.flatnonzero(np.diff(columns, prepend=-2) != 1)
-    if len(starts) > MAX_RUNS:
-        block.take(columns, axis=1, out=out) if out.flags.c_contiguous else np.copyto(out, block.take(columns, axis=1))
-        return
-    for first, last in itertools.pairwise([*starts.tolist(), len(columns)]):
-        out[:, first:last] = block[:, columns[first] : columns[first] + last - first]
-
-
 def _inflate(data: bytes, limit: int) -> bytes:
     import zlib
 
@@ -322,7 +349,7 @@ def _inflate(data: bytes, limit: int) -> bytes:
 def _check_sizes(tables: dict[str, codec.Table], row: np.void) -> None:
     """The arrays must have the sizes that the index names."""
     tokens, atoms, depth = int(row["tokens"]), int(row["atoms"]), int(row["msa_rows"])
-    expected = {"tokens": (tokens,), "atoms": (atoms,), "msa": (depth, tokens), "deletion_starts": (depth + 1,)}
+    expected = {"tokens": (tokens,), "atoms": (atoms,), "msa": (tokens, depth), "deletion_starts": (tokens + 1,)}
     for name, shape in expected.items():
         if tables[name].shape != shape:
             raise codec.BadBlock(f"{name} has the shape {tables[name].shape}, the index says {shape}")
@@ -359,7 +386,7 @@ def _described(cache: StructureCache, row: np.void, found: dict[str, set[str]]) 
     name = row["name"].decode()
     try:
         meta = cache.meta(name)
-        real = int(cache._array(name, "template_mask").sum())
+        real = int(cache._arrays(name, ["template_mask"])["template_mask"].sum())
     except InputError as error:
         return [f"{name:<24} unreadable: {error}"]
     for package, version in meta.get("versions", {}).items():

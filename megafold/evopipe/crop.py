@@ -19,8 +19,16 @@ EPS = 1e-20  # the baseline's, in the length of a vector
 FAR = 1e4  # angstrom: the baseline's distance of an atom to itself and to atoms that are not there
 MIN_ANGLE = 25.0  # degrees between the edges of a frame, and to a straight line
 CLEAR_ANGLE = 0.05  # degrees: more than float32 can be wrong by, at these angles and the lengths of bonds
-MAX_CLEAR = 8  # among more atoms some distances are always too close to tell
-ROUNDINGS = 32  # of float32 in the difference of two squared distances, generously
+EPSILON = 32 * float(np.finfo(np.float32).eps)  # of the difference of two squared distances in float32, generously
+# by kind of token: the baseline's type of molecule (protein, RNA, DNA, ligand, ion), and which modification it has
+ION_TYPE = 4
+MOLECULE_TYPE = np.minimum(np.arange(len(layout.KINDS)) % layout.FIRST_ATOMISED, 3)
+MOLECULE_TYPE[layout.LIGAND] = ION_TYPE - 1
+IS_TYPE = np.eye(layout.NUM_MOLECULE_TYPES, dtype=bool)
+IS_MODIFICATION = np.zeros((len(layout.KINDS), layout.NUM_MODIFICATIONS), bool)
+IS_MODIFICATION[np.arange(layout.FIRST_ATOMISED, layout.LIGAND), np.arange(layout.LIGAND - layout.FIRST_ATOMISED)] = (
+    True
+)
 
 
 class Crop:
@@ -34,21 +42,24 @@ class Crop:
     def __init__(self, entry: Entry, keep: np.ndarray) -> None:
         arrays = entry.arrays
         self.entry, self.keep = entry, keep
-        self.index = np.flatnonzero(keep)
-        self.new = np.cumsum(keep) - 1  # old token -> new token, where kept
+        self.index = keep.nonzero()[0]
+        self.new = keep.cumsum() - 1  # old token -> new token, where kept
         self.tokens = layout.take_rows(arrays["tokens"], self.index)
-        self.atom_index = np.flatnonzero(keep[arrays["atoms"]["token"]])
+        self.atom_index = keep[arrays["atoms"]["token"]].nonzero()[0]
         self.atoms = layout.take_rows(arrays["atoms"], self.atom_index)
-        n = len(self.tokens)
-        starts = np.flatnonzero(np.r_[True, self.tokens["residue"][1:] != self.tokens["residue"][:-1]])
-        self.residue_starts, self.residue_tokens = starts, np.diff(np.r_[starts, n])
-        self.residues = layout.take_rows(arrays["residues"], self.tokens["residue"][starts])
-        self.residue_of_token = np.repeat(np.arange(len(starts)), self.residue_tokens)
-        self.atomised = self.tokens["kind"] >= layout.FIRST_ATOMISED
+        n, residue, kind = len(self.tokens), self.tokens["residue"], self.tokens["kind"]
+        first = np.ones(n, bool)
+        np.not_equal(residue[1:], residue[:-1], out=first[1:])
+        starts = first.nonzero()[0]
+        self.residue_starts, self.residue_tokens = starts, np.diff(starts, append=n)
+        self.residues = layout.take_rows(arrays["residues"], residue[starts])
+        self.residue_of_token = first.cumsum() - 1
+        self.atomised = kind >= layout.FIRST_ATOMISED
+        self.any_atomised = bool(self.atomised.any())
         self.residue_atomised = self.atomised[starts]
         self.cut = self.residue_tokens != self.residues["tokens"]
         self.residue_atoms = np.where(self.residue_atomised, self.residue_tokens, self.residues["atoms"])
-        self.residue_offsets = np.cumsum(self.residue_atoms) - self.residue_atoms
+        self.residue_offsets = self.residue_atoms.cumsum() - self.residue_atoms
         self.token_offsets = self.residue_offsets[self.residue_of_token]
         # position inside its residue (atomised), or the center atom (polymer)
         self.local = np.where(self.atomised, np.arange(n) - starts[self.residue_of_token], self.tokens["center"])
@@ -57,12 +68,15 @@ class Crop:
     def _chemistry(self) -> tuple[np.ndarray, np.ndarray]:
         """Atom features [M, 3] and bonds [bonds, 2] (new tokens); a residue that the crop cuts is perceived anew."""
         arrays, features = self.entry.arrays, self.atoms["features"].copy()
-        bonds = arrays["bonds"]
-        whole = np.ones(len(arrays["residues"]), bool)
-        whole[self.tokens["residue"][self.residue_starts[self.cut]]] = False
-        bonds = bonds[self.keep[bonds["first"]] & whole[arrays["tokens"]["residue"][bonds["first"]]]]
+        bonds, cut = arrays["bonds"], self.cut.nonzero()[0]
+        inside = self.keep[bonds["first"]]
+        if len(cut):
+            whole = np.ones(len(arrays["residues"]), bool)
+            whole[self.tokens["residue"][self.residue_starts[cut]]] = False
+            inside = inside & whole[arrays["tokens"]["residue"][bonds["first"]]]
+        bonds = bonds[inside]
         pairs = [np.stack([self.new[bonds["first"]], self.new[bonds["second"]]], axis=-1)]
-        for residue in np.flatnonzero(self.cut):
+        for residue in cut:
             first, count = self.residue_starts[residue], self.residue_tokens[residue]
             span = slice(self.residue_offsets[residue], self.residue_offsets[residue] + count)
             tokens = self.tokens[first : first + count]
@@ -73,7 +87,7 @@ class Crop:
             )
             features[span] = part.features
             pairs.append(part.bonds + first)
-        return features, np.concatenate(pairs)
+        return features, np.concatenate(pairs) if len(cut) else pairs[0]
 
     def segments(self) -> list[tuple[str, int, int, bool]]:
         """Runs of the crop as the baseline's "chain sequences": (sequence, first token, tokens, atomised).
@@ -81,28 +95,33 @@ class Crop:
         Consecutive polymer residues of one chain and kind form a run; every atomised residue is a run of its own.
         """
         chain, kind = self.tokens["chain"][self.residue_starts], self.residues["kind"]
-        breaks = (chain[1:] != chain[:-1]) | (kind[1:] != kind[:-1]) | self.residue_atomised[1:]
-        firsts = np.flatnonzero(np.r_[True, breaks])
-        components, runs = self.entry.arrays["components"], []
-        for first, last in zip(firsts, np.r_[firsts[1:], len(self.residues)]):
-            token, atomised = self.residue_starts[first], bool(self.residue_atomised[first])
-            if atomised:
-                sequence = components[self.residues["component"][first]].decode()
-                runs.append((sequence, token, self.residue_tokens[first], True))
+        breaks = np.ones(len(chain), bool)
+        breaks[1:] = (chain[1:] != chain[:-1]) | (kind[1:] != kind[:-1]) | self.residue_atomised[1:]
+        firsts = breaks.nonzero()[0]
+        tokens, sizes = self.residue_starts[firsts].tolist(), self.residue_tokens[firsts].tolist()
+        atomised, components = self.residue_atomised[firsts].tolist(), self.residues["component"][firsts].tolist()
+        names, letters, firsts, runs = (
+            self.entry.arrays["components"],
+            self.residues["letter"].tobytes(),
+            firsts.tolist(),
+            [],
+        )
+        for i, (first, last) in enumerate(zip(firsts, [*firsts[1:], len(chain)])):
+            if atomised[i]:
+                runs.append((names[components[i]].decode(), tokens[i], sizes[i], True))
             else:
-                runs.append((self.residues["letter"][first:last].tobytes().decode(), token, last - first, False))
+                runs.append((letters[first:last].decode(), tokens[i], last - first, False))
         return runs
 
 
-def _entity_and_symmetry(segments, n: int) -> tuple[np.ndarray, np.ndarray]:
-    entities: dict[str, int] = {}
+def _entity_and_symmetry(segments, entity: np.ndarray, symmetry: np.ndarray) -> None:
+    """Write the number of each run's sequence, and how often it has occurred before, to two int64 [N]."""
+    numbers: dict[str, int] = {}
     seen: dict[str, int] = {}
-    entity, symmetry = np.zeros(n, np.int64), np.zeros(n, np.int64)
     for sequence, first, count, _ in segments:
-        entity[first : first + count] = entities.setdefault(sequence, len(entities))
-        symmetry[first : first + count] = seen.get(sequence, 0)
-        seen[sequence] = seen.get(sequence, 0) + 1
-    return entity, symmetry
+        entity[first : first + count] = numbers.setdefault(sequence, len(numbers))
+        symmetry[first : first + count] = copy = seen.get(sequence, 0)
+        seen[sequence] = copy + 1
 
 
 def _symmetry_mismatch(segments, chain, component) -> bool:
@@ -161,21 +180,83 @@ def _token_bonds(crop: Crop, segments, *, training: bool, exact: bool) -> np.nda
 
 
 def _ligand_frames(crop: Crop) -> np.ndarray:
-    """Atoms of the frame of each atomised token, int64 [N, 3] (AF3 supplement 4.3.2); -1 where there is none.
+    """Atoms of the frame of each atomised token, int64 [atomised, 3] (AF3 supplement 4.3.2); -1 where there is none.
 
     A frame joins a token and the two nearest center atoms of the same chain in the crop.
     """
-    frames = np.zeros((len(crop.tokens), 3), np.int64)
     chain, positions, resolved = (crop.tokens[name] for name in ("chain", "center_position", "center_resolved"))
-    for asym in np.unique(chain[crop.atomised]):
-        members = np.flatnonzero(chain == asym)
-        wanted = np.flatnonzero(crop.atomised[members])
+    tokens = crop.atomised.nonzero()[0]
+    frames, clear = _looked_up_frames(crop, tokens)
+    unclear = (~clear).nonzero()[0]
+    for asym in np.unique(chain[tokens[unclear]]):
+        members = (chain == asym).nonzero()[0]
+        mine = unclear[chain[tokens[unclear]] == asym]
+        wanted = members.searchsorted(tokens[mine])
         found = frames_of_chain(positions[members], resolved[members], wanted)
         # In every chain but the first the baseline adds the chain's first token to the "no frame" value -1 as well.
-        frames[members[wanted]] = found + members[0]
+        frames[mine] = found + members[0]
     none = (frames == -1).any(axis=-1, keepdims=True)
-    local = np.where(crop.atomised, crop.local, crop.tokens["center"])
-    return np.where(none, frames, crop.token_offsets[frames] + local[frames])
+    return np.where(none, frames, (crop.token_offsets + crop.local)[frames])
+
+
+def _looked_up_frames(crop: Crop, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the frames of atomised `tokens`, int64 [tokens, 3], from the neighbours that the entry names.
+
+    Returns: and which of them are certain, bool [tokens]: of the others the rounding of the baseline may decide.
+    """
+    known, n = crop.entry.shortcuts, len(tokens)
+    if known is None or not n:
+        return np.full((n, 3), -1), np.zeros(n, bool)
+    row = known["frame_tokens"].searchsorted(crop.index[tokens])
+    near = known["frame_nearest"][row]
+    inside = crop.keep[near] & (near >= 0)
+    rank = inside.cumsum(axis=-1)
+    total, all_named = rank[:, -1], near[:, -1] < 0
+    places = np.stack([(rank == place).argmax(axis=-1) for place in (1, 2, 3)], axis=-1)
+    ends = crop.new[np.take_along_axis(near, places, axis=-1)]
+    where, resolved = crop.tokens["center_position"].astype(np.float64), crop.tokens["center_resolved"]
+    edges = where[ends] - where[tokens][:, None]
+    squares = (edges * edges).sum(axis=-1)
+    # where there is no third one among the neighbours that are named, there is one beyond them, or none at all
+    squares[:, 2] = np.where(total >= 3, squares[:, 2], np.where(all_named, np.inf, 0.0))
+    bad, clear = _judged(edges[:, 0], edges[:, 1], squares, (where[tokens] ** 2).sum(axis=-1))
+    few = total < 2
+    bad, clear = bad | few, np.where(few, all_named, clear & resolved[tokens])
+    frames = np.stack([ends[:, 0], tokens, ends[:, 1]], axis=-1)
+    if bad.any():
+        # In every chain but the first the baseline adds the chain's first token to the "no frame" value -1 as well.
+        chains, first = np.unique(crop.tokens["chain"], return_index=True)
+        frames[bad] = first[chains.searchsorted(crop.tokens["chain"][tokens[bad]])][:, None] - 1
+    return frames, clear
+
+
+def _judged(first, second, squares: np.ndarray, away: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which frames have an angle that the baseline refuses, and which are certain: two bool [n].
+
+    Args:
+        first, second: edges to the two nearest, float64 [n, 3], angstrom.
+        squares: distances to the three nearest, squared, [n, 3]; infinite where there is none.
+        away: squared distance of each token to the origin, [n].
+    """
+    one, two, three = squares.T
+    # float32 |a|^2 + |b|^2 - 2ab: at most 13 epsilon max(|a|^2, |b|^2) on either side of a comparison. The three are at
+    # most |a| + d from the origin; for tokens farther off, d^2 grows faster than that error.
+    error = EPSILON * (np.sqrt(np.maximum(away, 1.0)) + np.sqrt(np.where(three < np.inf, three, two))) ** 2
+    clear = (one > error) & (two - one > error) & (three - two > error) & (two < FAR**2 / 4)
+    bad, certain = _angles(first, second, one * two)
+    return bad, clear & certain
+
+
+def _angles(first, second, product: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which angles between edges [n, 3] the baseline refuses, and of which float32 leaves no doubt: two bool [n].
+
+    Args:
+        product: of the squared lengths, [n].
+    """
+    cosine = (first * second).sum(axis=-1) / np.sqrt(np.maximum(product, EPS))
+    degree = np.degrees(np.arccos(np.minimum(np.maximum(cosine, -1.0), 1.0)))
+    off = np.minimum(abs(degree - MIN_ANGLE), abs(degree - (180.0 - MIN_ANGLE)))
+    return (degree < MIN_ANGLE) | (degree > 180.0 - MIN_ANGLE), off > CLEAR_ANGLE
 
 
 def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -188,45 +269,32 @@ def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarr
     """
     if len(position) < 3 or int(resolved.sum()) < 3:
         return np.full((len(wanted), 3), -1)
-    found = _clear_frames(position, resolved, wanted)
-    return _rounded_frames(position, resolved, wanted) if found is None else found
-
-
-def _clear_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
-    """`frames_of_chain`, or None where the rounding of the baseline's distances or angles may have decided."""
-    if len(wanted) > MAX_CLEAR or not resolved[wanted].all():
-        return None
-    where = position.astype(np.float64)
-    squares = ((where[wanted, None] - where) ** 2).sum(axis=-1)
-    squares[:, ~resolved] = np.inf
-    squares[np.arange(len(wanted)), wanted] = np.inf
-    order = np.argpartition(squares, min(2, len(position) - 1), axis=-1)[:, :3]
-    values = np.take_along_axis(squares, order, axis=-1)
-    rank = np.argsort(values, axis=-1)
-    order, values = (np.take_along_axis(one, rank, axis=-1) for one in (order, values))
-    # float32 |a|^2 + |b|^2 - 2ab: at most 13 epsilon |a|^2 on either side of a comparison
-    error = ROUNDINGS * np.finfo(np.float32).eps * max(1.0, float((where[resolved] ** 2).sum(axis=-1).max()))
-    clear = (values[:, 0] > error) & (values[:, 1] - values[:, 0] > error) & (values[:, 2] - values[:, 1] > error)
-    if not (clear & (values[:, 1] < FAR**2 / 4)).all():
-        return None
-    nearest = np.stack([order[:, 0], wanted, order[:, 1]], axis=-1)
-    first, second = where[nearest[:, 0]] - where[wanted], where[nearest[:, 2]] - where[wanted]
-    cosine = (first * second).sum(axis=-1) / np.sqrt(values[:, 0] * values[:, 1])
-    degree = np.degrees(np.arccos(np.clip(cosine, -1.0, 1.0)))
-    if not (np.minimum(abs(degree - MIN_ANGLE), abs(degree - (180.0 - MIN_ANGLE))) > CLEAR_ANGLE).all():
-        return None
-    bad = (degree < MIN_ANGLE) | (degree > 180.0 - MIN_ANGLE)
-    return np.where(bad[:, None], -1, nearest)
-
-
-def _rounded_frames(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """`frames_of_chain` with the baseline's own operations, and so with its rounding."""
-    arrays = (np.ascontiguousarray(one) for one in (position, resolved, wanted))
-    where, known, rows = (torch.from_numpy(one) for one in arrays)
+    where = torch.from_numpy(np.ascontiguousarray(position))
     # all distances in the baseline's batched call: the same rounding, same ties; the rest goes row by row
-    distance = torch.cdist(where[None], where[None])[0, rows]
-    distance[torch.arange(len(rows)), rows] = FAR
-    distance.masked_fill_(~(known[rows, None] & known), FAR)
+    distance = torch.cdist(where[None], where[None])[0].numpy()[wanted]
+    distance[:, ~resolved] = FAR
+    distance[~resolved[wanted]] = FAR
+    distance[np.arange(len(wanted)), wanted] = FAR
+    found = _plain_frames(position, distance, wanted)
+    return _rounded_frames(where, torch.from_numpy(distance), torch.from_numpy(wanted)) if found is None else found
+
+
+def _plain_frames(position: np.ndarray, distance: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
+    """`frames_of_chain` of the baseline's distances [wanted, n], or None where ties or rounded angles may decide."""
+    order = np.argpartition(distance, min(2, len(position) - 1), axis=-1)[:, :3]
+    values = np.take_along_axis(distance, order, axis=-1)
+    rank = values.argsort(axis=-1)
+    order, values = (np.take_along_axis(one, rank, axis=-1) for one in (order, values))
+    if not ((values[:, :1] > 0) & (values[:, 1:] > values[:, :-1])).all() or not (values[:, 1] < FAR).all():
+        return None
+    ends, where = order[:, :2], position.astype(np.float64)
+    edges = where[ends] - where[wanted][:, None]
+    bad, clear = _angles(edges[:, 0], edges[:, 1], (edges * edges).sum(axis=-1).prod(axis=-1))
+    return np.where(bad[:, None], -1, np.stack([ends[:, 0], wanted, ends[:, 1]], axis=-1)) if clear.all() else None
+
+
+def _rounded_frames(where: Tensor, distance: Tensor, rows: Tensor) -> np.ndarray:
+    """`frames_of_chain` with the baseline's own operations, and so with its rounding."""
     nearest = (-distance).topk(2, dim=-1).indices
     nearest = torch.stack([nearest[:, 0], rows, nearest[:, 1]], dim=-1)
     left, center, right = where[nearest].unbind(dim=-2)
@@ -242,8 +310,8 @@ def _atom_indices(crop: Crop) -> dict[str, np.ndarray]:
     center = crop.local + offsets
     distogram = np.where(crop.atomised, crop.local, tokens["distogram"]) + offsets
     frame = tokens["frame"].astype(np.int64) + offsets[:, None]
-    if crop.atomised.any():
-        frame = np.where(crop.atomised[:, None], _ligand_frames(crop), frame)
+    if crop.any_atomised:
+        frame[crop.atomised] = _ligand_frames(crop)
     missing = np.flatnonzero(crop.atoms["missing"])
     if len(missing):
         token = crop.new[crop.atoms["token"][missing]]
@@ -280,35 +348,33 @@ def structure_features(
     crop = Crop(entry, keep)
     tokens, n, n_atoms = crop.tokens, len(crop.tokens), len(crop.atoms)
     segments = crop.segments()
-    entity, symmetry = _entity_and_symmetry(segments, n)
-    ion = (tokens["kind"] == layout.LIGAND) & (crop.residue_tokens == 1)[crop.residue_of_token]
-    kind = tokens["kind"]
-    molecule_type = np.where(kind < layout.LIGAND, kind % layout.FIRST_ATOMISED, np.where(ion, 4, 3))
-    modified = np.zeros((n, layout.NUM_MODIFICATIONS), bool)
-    is_modified = (kind >= layout.FIRST_ATOMISED) & (kind < layout.LIGAND)
-    modified[is_modified, kind[is_modified] - layout.FIRST_ATOMISED] = True
-    additional = np.stack(
-        [tokens["residue_index"] - 1, np.arange(n), tokens["chain"], entity, symmetry], axis=-1, dtype=np.int64
-    )
-    position = torch.from_numpy(np.ascontiguousarray(crop.atoms["position"]))
+    kind, chain = tokens["kind"], tokens["chain"]
+    molecule_type, molecule_id = MOLECULE_TYPE[kind], tokens["molecule_id"].astype(np.int64)
+    if crop.any_atomised:
+        ion = ((kind == layout.LIGAND) & (crop.residue_tokens == 1)[crop.residue_of_token]).nonzero()[0]
+        molecule_type[ion], molecule_id[ion] = ION_TYPE, layout.METAL_ION_ID
+    additional = np.empty((n, 5), np.int64)
+    np.subtract(tokens["residue_index"], 1, out=additional[:, 0])
+    additional[:, 1], additional[:, 2] = np.arange(n), chain
+    _entity_and_symmetry(segments, additional[:, 3], additional[:, 4])
     resolution = None if entry.resolution is None else torch.tensor(entry.resolution)
     resolved = None
     if resolution is not None:
         resolved = torch.full((n_atoms,), int(0.1 <= float(resolution) <= 3.0), dtype=torch.long)
-    chain_of_residue = tokens["chain"][crop.residue_starts].astype(np.int64)
-    molecule = np.repeat(np.arange(len(crop.residues)), crop.residue_atoms)
+    residue_of_atom = np.arange(len(crop.residues)).repeat(crop.residue_atoms)
     values = {
         "atom_inputs": crop.features.astype(np.float32),
-        "molecule_ids": np.where(ion, layout.METAL_ION_ID, tokens["molecule_id"]).astype(np.int64),
-        "molecule_atom_lens": np.where(crop.atomised, 1, crop.residue_atoms[crop.residue_of_token]).astype(np.int64),
+        "molecule_ids": molecule_id,
+        "molecule_atom_lens": np.where(crop.atomised, 1, crop.residue_atoms[crop.residue_of_token]),
         "additional_molecule_feats": additional,
-        "is_molecule_types": np.arange(layout.NUM_MOLECULE_TYPES) == molecule_type[:, None],
-        "is_molecule_mod": modified,
+        "is_molecule_types": IS_TYPE[molecule_type],
+        "is_molecule_mod": IS_MODIFICATION[kind],
         "token_bonds": _token_bonds(crop, segments, training=training, exact=exact_bonds),
-        "atom_parent_ids": np.repeat(chain_of_residue, crop.residue_atoms),
+        "atom_parent_ids": chain[crop.residue_starts].astype(np.int64)[residue_of_atom],
         "missing_atom_mask": np.ascontiguousarray(crop.atoms["missing"]),
-        "atom_molecules": molecule.astype(np.int32),
+        "atom_molecules": residue_of_atom.astype(np.int32),
         **_atom_indices(crop),
+        "atom_pos": np.ascontiguousarray(crop.atoms["position"]),
     }
     tensors = {name: torch.from_numpy(value) for name, value in values.items()}
-    return {**tensors, "atom_pos": position, "resolved_labels": resolved, "resolution": resolution}
+    return {**tensors, "resolved_labels": resolved, "resolution": resolution}

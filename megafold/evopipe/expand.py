@@ -54,10 +54,12 @@ def expand_alignment(classes: Tensor, codes: Tensor, values: Tensor) -> dict[str
     """`msa` float32 [..., S, n, 32] and `additional_msa_feats` float32 [..., S, n, 2] (any deletion, their feature).
 
     Args:
-        classes: residue classes, uint8 [..., S, n], NOTHING where there is none.
-        codes: index into `values`, uint8 or int16 [..., S, n].
+        classes: residue classes, uint8 [..., n, S], NOTHING where there is none. The columns come first, as in the
+            cache, so that a worker copies them as they are.
+        codes: index into `values`, uint8 or int16 [..., n, S].
         values: the deletion feature, float32 [..., K].
     """
+    classes, codes = (one.transpose(-1, -2).contiguous() for one in (classes, codes))
     kinds = torch.arange(layout.NUM_MSA_CLASSES, device=classes.device, dtype=classes.dtype)
     index = codes.long().flatten(-2)
     value = values.gather(-1, index).view(codes.shape)

@@ -32,7 +32,14 @@ def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
             files |= {found.name: found for found in starting_with(folder, short)}
     if source.components is not None:
         files["components"] = source.components
+    if source.templates is not None and source.kalign is not None:
+        files["kalign"] = source.kalign
     return files
+
+
+def options_of(source: DataSource) -> dict[str, int]:
+    """What else an entry depends on, besides its files."""
+    return {"max_chains": source.max_chains}
 
 
 @lru_cache(maxsize=4)
@@ -51,7 +58,7 @@ def digests(files: dict[str, Path]) -> dict[str, str]:
     sums = {}
     for name, path in files.items():
         try:
-            if name == "components":
+            if name in ("components", "kalign"):
                 facts = path.stat()
                 sums[name] = _large_digest(path, facts.st_mtime_ns, facts.st_size)
             else:
@@ -74,7 +81,7 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
         InputError: names the file and the field of whatever cannot be used.
     """
     log = Log(path, name)
-    parsed = _parsed(alignments.read_text(path), name, path, log)
+    parsed = _parsed(alignments.read_text(path), name, path, log, source.max_chains)
     arrays, smiles = structure.arrays(parsed, str(path), log)
     chains = chain_residues(parsed.biomolecule)
     template = templates.features(source, name, chains, parsed, arrays["tokens"], log)
@@ -92,7 +99,7 @@ def featurize(source: DataSource, name: str, path: Path, *, msa_depth: int | Non
     )
 
 
-def _parsed(text: str, name: str, path: Path, log: Log) -> structure.Structure:
+def _parsed(text: str, name: str, path: Path, log: Log, most_chains: int) -> structure.Structure:
     if assembly.is_prepared(text, path.name):
         try:
             return structure.parse(text, name, str(path), log)
@@ -100,7 +107,8 @@ def _parsed(text: str, name: str, path: Path, log: Log) -> structure.Structure:
             log.findings.clear()
             reason = f"the baseline's parser refuses the file as it is ({error.problem}): it is cleaned first"
             log.note("cleaned assembly", reason)
-    return structure.parse(assembly.build(text, name, str(path), log).text, name, str(path), log)
+    built = assembly.build(text, name, str(path), log, most_chains)
+    return structure.parse(built.text, name, str(path), log)
 
 
 def chain_residues(biomolecule) -> dict[str, dict[str, list[int]]]:

@@ -63,14 +63,18 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def content_key(name: str, sources: Mapping[str, str], msa_depth: int | None) -> str:
+def content_key(
+    name: str, sources: Mapping[str, str], msa_depth: int | None, options: Mapping[str, int] | None = None
+) -> str:
     """The content address of an entry, 32 hex digits.
 
     Args:
         name: the entry's id.
         sources: input file -> sha256.
         msa_depth: alignment rows kept, None for all.
+        options: of the source, by name.
     """
-    content = [SCHEMA_VERSION, name, sorted(sources.items()), msa_depth or 0, versions(), code_version()]
+    given = sorted((options or {}).items())
+    content = [SCHEMA_VERSION, name, sorted(sources.items()), msa_depth or 0, given, versions(), code_version()]
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return codec.checksum(text.encode()).hex()

@@ -60,7 +60,7 @@ def write_index(path: Path, rows: np.ndarray, shards: Sequence[str], msa_depth: 
         for i in range(len(blocks)):
             corner = (i * BLOCK_ROWS,)
             data = codec.pack(rows, corner, options["chunks"])
-            dataset.id.write_direct_chunk(corner, data)
+            dataset.id.write_direct_chunk(corner, data, codec.filter_mask(data, rows.dtype, options["chunks"]))
             info = dataset.id.get_chunk_info_by_coord(corner)
             sums = np.frombuffer(codec.checksum(data), np.uint8)
             blocks[i] = (rows["name"][corner[0]], info.byte_offset, info.size, sums)

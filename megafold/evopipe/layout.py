@@ -17,7 +17,7 @@ import numpy as np
 
 from megafold.evopipe.report import Finding
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 KINDS = ("protein", "rna", "dna", "mod_protein", "mod_rna", "mod_dna", "ligand")
 LIGAND = KINDS.index("ligand")
@@ -94,6 +94,22 @@ ARRAYS = {
     "template_state": np.dtype("u1"),  # [T, N] bits: template_geometry.DISTOGRAM_ATOM, FRAME, PRESENT
 }
 
+# What choosing and featurising a crop looks up: functions of the arrays above, made when an entry is stored
+# (`megafold.evopipe.shortcuts`).
+SHORTCUTS = {
+    "chain_types": np.dtype("<i4"),  # [C, 2] each chain, and what most of it is: an index into KINDS
+    "pairs": np.dtype("<i4"),  # [K, 2] chains that an interface crop can be drawn around
+    "pair_starts": np.dtype("<u4"),  # [K + 1] first of each pair in pair_places
+    "pair_places": np.dtype("<u4"),  # the tokens of its interface: places among the resolved tokens of its two chains
+    "frame_tokens": np.dtype("<i4"),  # [A] atomised tokens
+    "frame_nearest": np.dtype("<i4"),  # [A, 16] resolved tokens of its chain, nearest first; -1 where there is none
+}
+# Axes of the arrays that have more than one.
+RANKS = {
+    "msa": 2, "deletions": 2, "profile": 2, "template_classes": 2, "template_state": 2, "template_positions": 3,
+    "template_frames": 4, "chain_types": 2, "pairs": 2, "frame_nearest": 2,
+}  # fmt: skip
+
 
 def take_rows(table: np.ndarray, index: np.ndarray) -> np.ndarray:
     """`table[index]` of a contiguous table [rows] of records, copied as bytes: NumPy copies records field by field."""
@@ -115,7 +131,7 @@ class Entry:
         sources: file name -> sha256 of each input.
         notes: what a user should know about this entry (e.g. an alignment that was not used).
         findings: the same and more, for the report of a build: what was removed or replaced, why, what to do.
-        touching: the pairs of chains that an interface crop can be drawn around; None where it is not known yet.
+        shortcuts: the arrays named in SHORTCUTS, as a cache has them; None where they are not known yet.
     """
 
     name: str
@@ -127,7 +143,7 @@ class Entry:
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
-    touching: tuple[tuple[int, int], ...] | None = None
+    shortcuts: dict[str, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         wrong = [name for name, dtype in ARRAYS.items() if name not in self.arrays or self.arrays[name].dtype != dtype]

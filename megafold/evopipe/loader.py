@@ -6,6 +6,8 @@ What one example is depends on (entry, epoch, seed) alone, not on the worker, th
 from __future__ import annotations
 
 import os
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megafold.errors import InputError
 from megafold.evopipe import augment, crop
 from megafold.evopipe.cache import StructureCache
+from megafold.evopipe.clusters import Clusters, draw_entries
 from megafold.evopipe.expand import ABSENT, GEOMETRY, NOTHING, expand
 from megafold.evopipe.layout import Entry
 
@@ -32,6 +35,7 @@ PADDING = {
     "template_state": 0,
     "deletion_codes": 0,
 }
+DRAW_BITS = 40  # of an epoch's number, above which draws of one entry are counted
 FEW_VALUES = 256  # deletion values up to which their codes fit into one byte
 
 
@@ -56,12 +60,12 @@ def compact_features(
     """
     arrays = entry.arrays
     values = arrays["deletion_values"]
-    codes = deletions.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16, copy=False)
-    index = np.flatnonzero(keep)
+    codes = deletions.T.astype(np.uint8 if len(values) <= FEW_VALUES else np.int16, copy=False)
+    index = keep.nonzero()[0]
     arrays_of_template = {name: arrays[name].take(index, axis=1) for name in GEOMETRY}
     made = {
-        "msa_classes": np.ascontiguousarray(msa),
-        "deletion_codes": codes,
+        "msa_classes": np.ascontiguousarray(msa.T),
+        "deletion_codes": np.ascontiguousarray(codes),
         "deletion_values": values.astype(np.float32),
         "msa_mask": np.ones(len(msa), bool),
         "additional_token_feats": arrays["profile"].take(index, axis=0),
@@ -100,9 +104,11 @@ class CachedStructures(Dataset):
         weights: of the `contiguous`, `spatial` and `interface` crops; AF3's by default.
         training: install the bonds of the mmCIF file, as the baseline does in training only.
         exact_bonds: all of those bonds; the baseline misses most of ligands (`crop.structure_features`).
+        clusters: tables of clusters (`megafold.evopipe.clusters`), which weight entries, chains and interfaces; without
+            them every entry comes once an epoch, and each of its chains and interfaces counts as a cluster of its own.
 
     Raises:
-        InputError: no such cache, a corrupt entry, an unknown entry, a size below 1.
+        InputError: no such cache, a corrupt entry, an unknown entry, a size below 1, tables that name no entry.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class CachedStructures(Dataset):
         weights: dict[str, float] | None = None,
         training: bool = True,
         exact_bonds: bool = False,
+        clusters: Sequence[str | os.PathLike[str]] | None = None,
     ) -> None:
         for name, value in (("crop_size", crop_size), ("msa_depth", msa_depth)):
             if value < 1:
@@ -131,8 +138,23 @@ class CachedStructures(Dataset):
         unknown = [entry for entry in self.entries if entry not in known] if entries is not None else []
         if unknown or not len(self.entries):
             raise InputError(self.cache.path, unknown[0] if unknown else "entries", "no such entry in the cache")
+        self.clusters = None if clusters is None else Clusters(clusters)
+        self.entry_weights = self._entry_weights()
         # shared, so that workers that outlive an epoch see the next one
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def _entry_weights(self) -> np.ndarray | None:
+        """How often each entry is drawn, float64 [entries]; None where each comes once an epoch."""
+        if self.clusters is None:
+            return None
+        weights = np.array([self.clusters.total(name) for name in self.entries])
+        unknown = int((weights == 0).sum())
+        if unknown == len(weights):
+            raise InputError(self.cache.path, "clusters", "the tables name none of the entries")
+        if unknown:
+            reason = f"{self.cache.path}: {unknown} of {len(weights)} entries are in no table of clusters: never drawn"
+            warnings.warn(reason, stacklevel=3)
+        return weights
 
     @property
     def epoch(self) -> int:
@@ -146,19 +168,29 @@ class CachedStructures(Dataset):
         return len(self.entries)
 
     def __getitem__(self, index: int) -> dict[str, Tensor | None]:
-        """Example `index` in its compact form, and `chains`."""
-        return self.read(self.entries[index])
+        """Example `index` in its compact form, and `chains`. Beyond the entries: another draw of `index` % entries."""
+        draw, place = divmod(index, len(self))
+        return self.read(self.entries[place], draw)
 
-    def choose(self, name: str) -> tuple[Entry, augment.Choice, np.ndarray]:
-        """An entry without its alignment, and the tokens and alignment rows that its example has in this epoch."""
-        entry = self.cache.read_structure(name)
-        choice = augment.choose_crop(entry, self.crop_size, epoch=self.epoch, seed=self.seed, weights=self.weights)
-        available = self.cache.msa_depth(name)
-        return entry, choice, augment.choose_rows(name, available, self.msa_depth, epoch=self.epoch, seed=self.seed)
+    def name_of(self, index: int) -> str:
+        """The entry of example `index`."""
+        return self.entries[index % len(self)]
 
-    def read(self, name: str) -> dict[str, Tensor | None]:
+    def choose(self, name: str, draw: int = 0) -> tuple[Entry, augment.Choice, np.ndarray]:
+        """An entry without its alignment, and the tokens and alignment rows that its example has in this epoch.
+
+        Args:
+            draw: how often the entry has come before in this epoch, where entries are drawn by weights.
+        """
+        entry, epoch = self.cache.read_structure(name), self.epoch + (draw << DRAW_BITS)
+        sampled = None if self.clusters is None else self.clusters.of(name, entry.chains)
+        options = {"epoch": epoch, "seed": self.seed}
+        choice = augment.choose_crop(entry, self.crop_size, weights=self.weights, sampled=sampled, **options)
+        return entry, choice, augment.choose_rows(name, self.cache.msa_depth(name), self.msa_depth, **options)
+
+    def read(self, name: str, draw: int = 0) -> dict[str, Tensor | None]:
         """The example of an entry in this epoch, as `__getitem__` gives it."""
-        entry, choice, rows = self.choose(name)
+        entry, choice, rows = self.choose(name, draw)
         msa, deletions = self.cache.read_alignment(name, rows, choice.keep)
         options = {"training": self.training, "exact_bonds": self.exact_bonds}
         fields = compact_features(entry, choice.keep, msa, deletions, **options)
@@ -177,11 +209,15 @@ class CachedStructures(Dataset):
         """Example `index` as an `alphafold3_pytorch.inputs.AtomInput`."""
         from alphafold3_pytorch.inputs import AtomInput
 
-        return AtomInput(**self.features(index), filepath=self.entries[index])
+        return AtomInput(**self.features(index), filepath=self.name_of(index))
 
 
 class ShuffledByEpoch(Sampler[int]):
-    """Indices in an order that is a pure function of (seed, epoch)."""
+    """Indices in an order that is a pure function of (seed, epoch).
+
+    Where entries have weights, as many are drawn as there are; one that comes again has its index raised by the number
+    of entries each time, and so another crop.
+    """
 
     def __init__(self, dataset: CachedStructures, *, shuffle: bool) -> None:
         self.dataset, self.shuffle = dataset, shuffle
@@ -193,7 +229,14 @@ class ShuffledByEpoch(Sampler[int]):
         if not self.shuffle:
             return iter(range(len(self.dataset)))
         rng = augment.generator("order of the entries", self.dataset.epoch, self.dataset.seed, "shuffle")
-        return iter(rng.permutation(len(self.dataset)).tolist())
+        weights, n = self.dataset.entry_weights, len(self.dataset)
+        if weights is None:
+            return iter(rng.permutation(n).tolist())
+        seen, order = Counter(), []
+        for place in draw_entries(weights, n, rng):
+            order.append(place + n * seen[place])
+            seen[place] += 1
+        return iter(order)
 
 
 def collate(examples: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
@@ -244,6 +287,7 @@ def make_loader(
     templates: bool = True,
     compact: bool = False,
     exact_bonds: bool = False,
+    clusters: Sequence[str | os.PathLike[str]] | None = None,
 ) -> DataLoader:
     """Batches of keyword arguments for `Alphafold3.forward`: `dict[str, Tensor | None]` on the CPU.
 
@@ -260,6 +304,7 @@ def make_loader(
         labels=labels,
         templates=templates,
         exact_bonds=exact_bonds,
+        clusters=clusters,
     )
     return (DataLoader if compact else ExpandingLoader)(
         dataset,

@@ -81,9 +81,10 @@ class Maker:
         self.cache.close()
 
     def _make(self, name: str, path: Path) -> Made:
-        from megafold.evopipe.featurize import digests, featurize, inputs_of
+        from megafold.evopipe.featurize import digests, featurize, inputs_of, options_of
 
-        key = identity.content_key(name, digests(inputs_of(self.source, name, path)), self.msa_depth)
+        options = options_of(self.source)
+        key = identity.content_key(name, digests(inputs_of(self.source, name, path)), self.msa_depth, options)
         if self._is_there(name, key):
             return Made(name, "unchanged")
         if not self._ready:
@@ -91,7 +92,7 @@ class Maker:
             self._ready = True
         entry = featurize(self.source, name, path, msa_depth=self.msa_depth)
         # the files may have changed since they were digested: the entry's own digests are those of what it was made of
-        key = identity.content_key(name, entry.sources, self.msa_depth)
+        key = identity.content_key(name, entry.sources, self.msa_depth, options)
         self.shard.add(entry, key, {"versions": cache.versions(), "code": identity.code_version()})
         return Made(name, "built", entry.findings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import random
 import shutil
@@ -40,7 +41,7 @@ def stage_for_stock(source: DataSource, *, unresolved: bool = False) -> Path:
     for name, path in source.files().items():
         text = alignments.read_text(path)
         if not assembly.is_prepared(text, path.name):
-            text = assembly.build(text, name, str(path)).text
+            text = assembly.build(text, name, str(path), most_chains=source.max_chains).text
         folder = root / "mmcif" / name[1:3]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.cif").write_text(text)
@@ -103,24 +104,28 @@ def read_cached_example(dataset: CachedStructures, entry: str) -> dict[str, Any]
     return dataset.read(entry)
 
 
-def blocks_of(dataset: CachedStructures, entry: str) -> list[tuple[int, int, int]]:
-    """(open file, offset, bytes) of each stored block that an example of `entry` needs."""
+def blocks_of(dataset: CachedStructures, entry: str) -> list[tuple[int, int, int, bool]]:
+    """(open file, offset, bytes, is it deflated?) of each stored block that an example of `entry` needs."""
     _, choice, rows = dataset.choose(entry)
-    window = (int(rows[0]), int(rows[-1])), np.flatnonzero(choice.keep)
+    window = np.flatnonzero(choice.keep), (int(rows[0]), int(rows[-1]))
     handle = dataset.cache.shard_handle(dataset.cache.row(entry))
     return [
-        (handle, offset, size)
+        (handle, offset, size, size < math.prod(table.block) * table.dtype.itemsize)
         for name, table in dataset.cache.tables(entry).items()
         for _, (offset, size, _) in (table.chosen(*window) if name == "msa" else table.chosen())
     ]
 
 
-def read_blocks(blocks: list[tuple[int, int, int]]) -> int:
+def read_blocks(blocks: list[tuple[int, int, int, bool]]) -> int:
     """Read and decompress blocks by the shortest way, without checks, and drop them; their bytes.
 
     What `read_cached_example` cannot do without.
     """
-    return sum(len(zlib.decompress(os.pread(handle, size, offset))) for handle, offset, size in blocks)
+    total = 0
+    for handle, offset, size, deflated in blocks:
+        data = os.pread(handle, size, offset)
+        total += len(zlib.decompress(data) if deflated else data)
+    return total
 
 
 def processor_seconds(dataset: CachedStructures, entry: str) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from megafold.evopipe import augment, codec
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.layout import Entry
 
-SHAPES = ((64, 64), (256, 64), (256, 256), (1024, 64), (1024, 128), (1024, 256), (1024, 512), (16384, 64))
+SHAPES = ((64, 64), (64, 256), (16, 16384), (32, 16384), (64, 16384), (128, 16384), (256, 16384))  # columns, rows
 LEVELS = (0, 1, 4, 6, 9)
 REPEATS = 5
 
@@ -84,13 +84,13 @@ def _row(what: str, label: str, level: int, entries, crops, shape: tuple[int, in
             }
 
         stored = store()
-        wanted = set((columns // blocks["msa"][1] * blocks["msa"][1]).tolist()) if shape else None
+        wanted = set((columns // blocks["msa"][0] * blocks["msa"][0]).tolist()) if shape else None
 
         def fetch(chosen=chosen, blocks=blocks, stored=stored, wanted=wanted, last=rows[-1]):
             for name, array in chosen.items():
                 out = np.empty(array.shape, array.dtype)
                 for at, data in stored[name]:
-                    if wanted is None or (at[1] in wanted and at[0] <= last):
+                    if wanted is None or (at[0] in wanted and at[1] <= last):
                         target = out[tuple(slice(first, first + step) for first, step in zip(at, blocks[name]))]
                         block = codec.unpack(data, array.dtype, blocks[name])
                         target[...] = block[tuple(slice(0, n) for n in target.shape)]

@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from megafold.errors import InputError
-from megafold.evopipe.codec import MAX_RATIO
+from megafold.evopipe.table import MAX_RATIO
 
 # what h5py raises for a damaged file, by where the damage is
 HDF5_ERRORS = (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError, MemoryError)

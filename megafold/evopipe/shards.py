@@ -24,8 +24,7 @@ import h5py
 import numpy as np
 
 from megafold.errors import InputError
-from megafold.evopipe import codec, safe_hdf5
-from megafold.evopipe.augment import touching_chains
+from megafold.evopipe import codec, safe_hdf5, table
 from megafold.evopipe.layout import SCHEMA_VERSION, Entry
 from megafold.evopipe.report import Finding
 
@@ -112,10 +111,9 @@ class Shard:
         path = f"entries/{key}"
         if path in self._file:
             del self._file[path]
-        group, tables, total = self._file.create_group(path), {}, 0
-        for name, array in codec.stored(entry).items():
-            tables[name] = _write(group, name, array)
-            total += sum(size for _, size, _ in tables[name][2])
+        group, arrays = self._file.create_group(path), codec.stored(entry)
+        tables = {name: _write(group, name, arrays[name]) for name in codec.STORED}
+        total = sum(size for one in tables.values() for _, size, _ in one.places)
         meta = {
             "name": entry.name,
             "key": key,
@@ -127,11 +125,10 @@ class Shard:
             "sources": entry.sources,
             "notes": entry.notes,
             "findings": [finding.to_json() for finding in entry.findings],
-            "touching": touching_chains(entry.arrays["tokens"]) if entry.touching is None else entry.touching,
-            "arrays": tables,
             **extra,
         }
-        blob = zlib.compress(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode(), codec.LEVEL)
+        text = json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()
+        blob = zlib.compress(table.pack_tables(tables) + text, codec.LEVEL)
         offset = group.create_dataset("meta", data=np.frombuffer(blob, np.uint8)).id.get_offset()
         sizes = entry.n_tokens, entry.n_atoms, entry.msa_depth, total
         sums = np.frombuffer(codec.checksum(blob), np.uint8)
@@ -170,21 +167,21 @@ class Shard:
         return path
 
 
-def _write(group: h5py.Group, name: str, array: np.ndarray) -> list:
-    """Write one array; its table (see `codec.Table`)."""
+def _write(group: h5py.Group, name: str, array: np.ndarray) -> codec.Table:
+    """Write one array; where its blocks are."""
     block = codec.block_shape(name, array)
     if not block:
         group.create_dataset(name, shape=array.shape, dtype=array.dtype)
-        return [array.shape, (), []]
+        return codec.Table(name, array.shape, (), [])
     options = {"compression": "gzip", "compression_opts": codec.LEVEL, "shuffle": array.dtype.itemsize > 1}
     dataset = group.create_dataset(name, shape=array.shape, dtype=array.dtype, chunks=block, **options)
     places = []
     for corner in codec.corners(array.shape, block):
         data = codec.pack(array, corner, block)
-        dataset.id.write_direct_chunk(corner, data)
+        dataset.id.write_direct_chunk(corner, data, filter_mask=codec.filter_mask(data, array.dtype, block))
         info = dataset.id.get_chunk_info_by_coord(corner)
-        places.append((info.byte_offset, info.size, codec.checksum(data).hex()))
-    return [array.shape, block, places]
+        places.append((info.byte_offset, info.size, codec.checksum(data)))
+    return codec.Table(name, array.shape, block, places)
 
 
 def _digest(numbers: dict[str, int], rows: np.ndarray, findings: bytes) -> bytes:

@@ -33,6 +33,7 @@ def read_source(cache: Path) -> DataSource:
         return load_data_section({"sample": True}, cache)
     try:
         content = json.loads(path.read_text())
+        content = {"max_chains": DataSource.max_chains, **content}
         known = {key: content[key] for key in (field.name for field in fields(DataSource))}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(path, "", f"does not name the source of a cache ({error!r}); build the cache again") from error

@@ -21,7 +21,7 @@ from megafold.errors import InputError
 from megafold.evopipe.report import Finding
 
 DOWNLOAD_URL = "https://files.rcsb.org/download/{id}.cif.gz"
-KEYS = ("sample", "mmcif", "msa", "templates", "pdb_ids", "folder", "components", "kalign")
+KEYS = ("sample", "mmcif", "msa", "templates", "pdb_ids", "folder", "components", "kalign", "max_chains")
 MMCIF_SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 OTHER_SUFFIXES = (".pdb", ".pdb.gz", ".ent", ".ent.gz", ".bcif", ".bcif.gz", ".pdbx", ".mmtf")
 
@@ -34,10 +34,11 @@ class DataSource:
         name: `sample`, `folders` or `pdb_ids`.
         mmcif: a folder of mmCIF files (searched recursively), or one file.
         msa: folder of A3M files, `<id>-assembly1<chain>_*.a3m[.gz]`; None: each chain's own sequence only.
-        templates: folder of template hits, `<id>-assembly1<chain>_<type>_*.m8`; needs `kalign`.
+        templates: folder of template hits, `<id>-assembly1<chain>_<type>_*.m8[.gz]`; needs `kalign`.
         pdb_ids: entries to download into `mmcif`, or () for every file that is there.
         components: the wwPDB's `components.cif`; None for the copy bundled with biotite.
         kalign: the Kalign 3 program, which aligns templates; None: template features stay empty, as in the baseline.
+        max_chains: of a larger assembly so many chains are kept (AF3 supplement 2.5.4).
     """
 
     name: str
@@ -47,6 +48,7 @@ class DataSource:
     pdb_ids: tuple[str, ...] = ()
     components: Path | None = None
     kalign: Path | None = None
+    max_chains: int = 20
 
     def files(self) -> dict[str, Path]:
         """Entry id -> mmCIF file, sorted by id; of several files of one entry the first by name.
@@ -130,7 +132,10 @@ def load_data_section(mapping: Mapping[str, Any], file: str | os.PathLike[str]) 
             raise InputError(file, f"data.{key}", f"no such {kind}: {found}")
         return found
 
-    common = {"components": path("components", "file"), "kalign": path("kalign", "file")}
+    most = mapping.get("max_chains", DataSource.max_chains)
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        raise InputError(file, "data.max_chains", f"must be a whole number from 1, not {most!r}")
+    common = {"components": path("components", "file"), "kalign": path("kalign", "file"), "max_chains": most}
     folder = base / Path(mapping["folder"]).expanduser() if mapping.get("folder") else data_folder()
     if kinds == ["sample"]:
         if mapping["sample"] is not True:

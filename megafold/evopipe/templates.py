@@ -6,25 +6,29 @@ masked, which costs no storage.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 
 from megafold.evopipe import layout
-from megafold.evopipe.alignments import find
+from megafold.evopipe.alignments import find, read_text
 from megafold.evopipe.report import Log
 from megafold.evopipe.sources import DataSource
 from megafold.evopipe.template_geometry import Recorder, empty
 
 UNKNOWN_CLASS = 20
-HITS = (".m8",)
+HITS = (".m8", ".m8.gz")
 TEMPLATES_PER_CHAIN = 4  # AF3 supplement 2.4
 
 
 def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) -> dict[str, np.ndarray]:
     """Arrays `template_*` of an entry; what a user should know of them goes into the log.
 
-    Hits are `<id>-assembly1<chain>_<type>_*.m8` in `source.templates`; the structures they name are
+    Hits are `<id>-assembly1<chain>_<type>_*.m8[.gz]` in `source.templates`; the structures they name are
     `<mmcif folder>/<middle two letters>/<id>-assembly1.cif`. Hits newer than 60 days before this entry are dropped.
     """
     if source.templates is None or source.kalign is None:
@@ -40,17 +44,19 @@ def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) ->
     for chain, residues in chains.items():
         hits = []
         for path in find(source.templates, name, chain, HITS):
-            kind = path.name.removesuffix(".m8").split("_")[1] if "_" in path.name else "protein"
-            found = parse_m8(
-                str(path),
-                kind if kind in ("dna", "rna") else "protein",
-                name.split("-assembly")[0],
-                str(source.mmcif),
-                num_templates=TEMPLATES_PER_CHAIN,
-                template_cutoff_date=cutoff,
-            )
+            kind = path.name.removesuffix(".gz").removesuffix(".m8").split("_")[1] if "_" in path.name else "protein"
+            with _plain(path) as table:
+                empty_table = not table.stat().st_size
+                found = parse_m8(
+                    str(table),
+                    kind if kind in ("dna", "rna") else "protein",
+                    name.split("-assembly")[0],
+                    str(source.mmcif),
+                    num_templates=TEMPLATES_PER_CHAIN,
+                    template_cutoff_date=cutoff,
+                )
             hits += found
-            if not found and path.stat().st_size:
+            if not found and not empty_table:
                 reason = "no hit is usable: no table, too new, too similar, too short, or its structure is not there"
                 action = "put <id>-assembly1.cif of the hits into <mmcif folder>/<middle two letters>/"
                 log.note("template hits not usable", f"chain {chain}: {reason}", action, path)
@@ -68,6 +74,18 @@ def features(source: DataSource, name: str, chains, parsed, tokens, log: Log) ->
         geometry.append(recorder.arrays(real, n))
         mask |= real
     return _pack(classes, geometry, mask)
+
+
+@contextmanager
+def _plain(path: Path) -> Iterator[Path]:
+    """The file itself, or what a gzipped one holds: the baseline's parser reads no other."""
+    if path.suffix != ".gz":
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / path.name.removesuffix(".gz")
+        plain.write_text(read_text(path))
+        yield plain
 
 
 def _pack(classes, geometry, mask) -> dict[str, np.ndarray]:

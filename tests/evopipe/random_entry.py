@@ -25,4 +25,5 @@ def random_entry(name: str, n: int = 300, rows: int = 40, seed: int = 0) -> Entr
             size = int(np.prod(sizes[key])) * dtype.itemsize
             data = rng.integers(0, 2, size, dtype=np.uint8)
             arrays[key] = np.frombuffer(data.tobytes(), dtype).reshape(sizes[key]).copy()
+    arrays["tokens"]["kind"][::7] = layout.LIGAND  # some have neighbours to look up
     return Entry(name, arrays, ("A", "B"), 1.8, "1987-04-16", {"ATP": "CCO"}, {"x.cif": "0" * 64}, ("a note",))

@@ -87,7 +87,7 @@ def test_shard_is_an_hdf5_file_that_any_program_reads(file, make_entry):
 
 
 @pytest.mark.parametrize("rows", [[0, 3, 17, 39], range(40), [12]], ids=["some rows", "all rows", "one row"])
-@pytest.mark.parametrize("blocks", [codec.MSA_BLOCK, (16, 32)], ids=["blocks as shipped", "small blocks"])
+@pytest.mark.parametrize("blocks", [codec.MSA_BLOCK, (32, 16)], ids=["blocks as shipped", "small blocks"])
 def test_alignment_window_equals_the_whole(tmp_path, make_entry, monkeypatch, rows, blocks):
     monkeypatch.setattr(codec, "MSA_BLOCK", blocks)
     file = tmp_path / "cache.h5"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from megafold.evopipe import alignments, assembly, augment, ccd, structure
+from megafold.evopipe import alignments, assembly, augment, ccd, shortcuts, structure
 from megafold.evopipe.layout import Entry
 
 DRAWS = 800
@@ -33,7 +33,7 @@ def entry(parsed) -> SimpleNamespace:
     """Of an `Entry`, what the choice of a crop looks at."""
     arrays, _ = structure.arrays(parsed, "2q2k.cif")
     assert arrays["tokens"]["center_resolved"].all()  # the baseline takes a missing center atom for one in the origin
-    return SimpleNamespace(name=NAME, arrays=arrays)
+    return SimpleNamespace(name=NAME, arrays=arrays, shortcuts=shortcuts.compute(arrays["tokens"]))
 
 
 def stock_masks(biomolecule, size: int, chains: tuple[int, int], draws: int, weights: dict[str, float]) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_spatial_crops_of_the_full_sequence_are_those_of_the_resolved_one(sample
     resolved = np.isfinite(arrays["tokens"]["crop_position"]).all(axis=-1)
     assert resolved.sum() == len(parsed.biomolecule.chain_id) < len(resolved)
     weights = {"spatial": 0.5, "interface": 0.5}
-    ours = our_masks(SimpleNamespace(name=NAME, arrays=arrays), 60, (1, 4), DRAWS, weights)
+    ours = our_masks(SimpleNamespace(name=NAME, arrays=arrays, shortcuts=None), 60, (1, 4), DRAWS, weights)
     assert not ours[:, ~resolved].any()
     stock = stock_masks(parsed.biomolecule, 60, (1, 4), DRAWS, weights)
     assert least_likely(stock, ours[:, resolved], arrays["tokens"]["chain"][resolved]) > LIKELY

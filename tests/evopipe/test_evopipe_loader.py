@@ -92,11 +92,11 @@ def test_example_is_the_input_class_of_the_baseline(sample_cache):
 def test_alignment_is_subsampled_without_repetition(sample_cache):
     data = CachedStructures(sample_cache, crop_size=1000, msa_depth=4, entries=["2q2k-assembly1"])
     whole = CachedStructures(sample_cache, crop_size=1000, msa_depth=1000, entries=["2q2k-assembly1"])[0]["msa_classes"]
-    place = {row.numpy().tobytes(): number for number, row in enumerate(whole)}
+    place = {row.numpy().tobytes(): number for number, row in enumerate(whole.T)}
     seen = set()
     for epoch in range(6):
         data.set_epoch(epoch)
-        found = [place[row.numpy().tobytes()] for row in data[0]["msa_classes"]]
+        found = [place[row.numpy().tobytes()] for row in data[0]["msa_classes"].T]
         assert len(found) == 4 and found == sorted(set(found))
         seen.update(found)
     assert len(seen) > 4

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import cache, codec, index, safe_hdf5, shards
+from megafold.evopipe import cache, codec, index, safe_hdf5, shards, table
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.merge import merge
 from megafold.evopipe.shards import Shard, folder_of
@@ -145,28 +145,46 @@ def test_hdf5_file_that_points_elsewhere_or_lies_is_refused(small, tmp_path, att
         target.write_bytes(content)
 
 
+def table_of(shape, block, places, name="msa") -> codec.Table:
+    """A table that is not checked when it is made."""
+    made = object.__new__(codec.Table)
+    made.name, made.dtype, made.shape, made.block, made.places = name, codec.STORED[name], shape, block, places
+    return made
+
+
+PLACE = (0, 100, b"\0" * 16)
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("name", "change", "expected"),
     [
-        ({"msa": [[10, 1 << 40], [10, 128], []]}, "claims"),
-        ({"msa": [[10, 300], [10, 1 << 40], [[0, 100, "00" * 16]]]}, "claims"),
-        ({"msa": [[10, -300], [10, 128], []]}, "impossible shape"),
-        ({"msa": [[10, 300], [10, 128], [[0, 100, "00" * 16]]]}, "1 blocks|claims"),
-        ({"tokens": [[299], [299], None]}, "table of tokens"),
-        ({"tokens": "nothing"}, "table of tokens"),
-        ({"tokens": [[1], [1], [[0, 100, "00" * 16]]]}, "the index says"),
-        ({"atoms": [[2400], [2400], [[1 << 62, 40000, "00" * 16]]]}, "dataset atoms"),
-        ({"atoms": [[2400], [2400], [[-5, 40000, "00" * 16]]]}, "dataset atoms"),
+        ("msa", ((1 << 40, 10), (128, 10), []), "claims"),
+        ("msa", ((300, 10), (1 << 40, 10), [PLACE]), "claims"),
+        ("msa", ((1 << 63, 1 << 63), (1 << 63, 1 << 63), [PLACE]), "claims"),
+        ("msa", ((300, 10), (0, 10), [PLACE]), "impossible shape"),
+        ("msa", ((300, 10), (128, 10), [PLACE]), "1 blocks|claims"),
+        ("tokens", ((300, 5), (300,), [PLACE]), "table of tokens"),
+        ("tokens", ((1,), (1,), [PLACE]), "the index says"),
+        ("atoms", ((2400,), (2400,), [(1 << 62, 40000, b"\0" * 16)]), "dataset atoms"),
+        ("atoms", ((2400,), (2400,), [((1 << 64) - 5, 40000, b"\0" * 16)]), "dataset atoms"),
+        (None, b"", "the table is not one"),
+        (None, b"\xff" * 40, "the table of 4294967295 arrays"),
+        (None, len(codec.STORED).to_bytes(4, "little") + (1 << 31).to_bytes(4, "little"), "the table of"),
+        ("short", None, "the table of"),
+        ("no json", None, "meta"),
     ],
 )
-def test_table_of_an_entry_that_lies_is_refused(small, make_entry, change, expected):
+def test_table_of_an_entry_that_lies_is_refused(small, make_entry, name, change, expected):
     """The checksums are right here, as whoever wrote the file can make them."""
     with StructureCache(small) as reader:
-        row = reader.row("1abc-assembly1").copy()
+        row, tables = reader.row("1abc-assembly1").copy(), dict(reader.tables("1abc-assembly1"))
         path = reader.index.shard_path(row)
-        meta = json.loads(zlib.decompress(path.read_bytes()[row["meta_offset"] :][: row["meta_bytes"]]))
-    meta["arrays"] |= change
-    blob = zlib.compress(json.dumps(meta).encode())
+        text = json.dumps(reader.meta("1abc-assembly1")).encode()
+    if name in tables:
+        tables[name] = table_of(*change, name)
+    raw = change if name is None else table.pack_tables(tables) + text
+    raw = {"short": raw[:1000], "no json": raw[: -len(text) // 2]}.get(name, raw)
+    blob = zlib.compress(raw)
     row["meta_offset"], row["meta_bytes"] = path.stat().st_size, len(blob)
     row["meta_sum"] = np.frombuffer(codec.checksum(blob), np.uint8)
     with path.open("ab") as stream:
@@ -193,13 +211,14 @@ def test_block_that_grows_beyond_its_size_is_refused_before_it_does(size):
         codec.unpack(bomb, np.dtype("u1"), (size,))
 
 
-def test_old_schema_is_refused_with_what_to_do(tmp_path):
+@pytest.mark.parametrize("schema", [1, 2])
+def test_old_schema_is_refused_with_what_to_do(tmp_path, schema):
     path = tmp_path / "old.h5"
-    with h5py.File(path, "w") as file:  # as version 1 began
-        file.attrs["schema"], file.attrs["msa_depth"] = 1, 16
+    with h5py.File(path, "w") as file:  # as versions 1 and 2 began
+        file.attrs["schema"], file.attrs["msa_depth"] = schema, 16
         file.create_group("entries")
     for use in (cache.verify, cache.describe, lambda one: cache.create(one, msa_depth=16)):
-        with pytest.raises(InputError, match=r"schema: 1 found, this version reads 2: build the cache anew"):
+        with pytest.raises(InputError, match=rf"schema: {schema} found, this version reads 3: build the cache anew"):
             use(path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,21 +37,23 @@ def biomolecule_of(parsed, chain):
     return Biomolecule(**{name: value[mine] if name in per_token else value for name, value in fields.items()})
 
 
-@pytest.mark.parametrize("kind", ["none", "two chains"])
+@pytest.mark.parametrize("kind", ["none", "two chains", "gzipped"])
 def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkeypatch, kind):
     """Kalign and the template files are stood in for: chains B and B-2 get themselves, shifted by two residues."""
     from alphafold3_pytorch.data import data_pipeline, template_parsing
 
-    hits = {"B": 2, "B-2": 1} if kind == "two chains" else {}
+    hits = {} if kind == "none" else {"B": 2, "B-2": 1}
     chains = featurize.chain_residues(parsed.biomolecule)
     found = {chain: [(biomolecule_of(parsed, chain), "protein")] * hits.get(chain, 0) for chain in chains}
     for chain in hits:
-        (tmp_path / f"{NAME}{chain}_protein_x.m8").touch()
+        table = tmp_path / f"{NAME}{chain}_protein_x.m8"
+        table.touch() if kind != "gzipped" else Path(f"{table}.gz").write_bytes(gzip.compress(b"a table"))
 
     def realign(query_sequence, template_sequence, **_):
         return template_sequence, {i: i - 2 for i in range(len(query_sequence))}
 
     def parse_m8(path, *_, **__):
+        assert path.endswith(".m8") and Path(path).read_text() == ("a table" if kind == "gzipped" else "")
         return found[path.split(NAME)[1].split("_")[0]]
 
     monkeypatch.setattr(data_pipeline, "_realign_pdb_template_to_query", realign)
@@ -66,6 +70,23 @@ def test_compact_templates_equal_the_dense_ones(sample, parsed, tmp_path, monkey
     assert int(stock["template_mask"].sum()) == max(hits.values(), default=0)
     assert np.array_equal(arrays["template_mask"], stock["template_mask"].numpy())
     assert sum(array.nbytes for array in arrays.values()) == 4 * 98 * len(tokens) + 4  # dense: 4 * 432 * N^2
+
+
+def test_gzipped_hits_are_those_of_the_plain_file(sample, parsed, tmp_path, shared_data):
+    """A real table: the baseline's parser looks for the same structures, none of which is there."""
+    table = (shared_data / "templates" / "7a4d-assembly1A_protein_pdball_230102_db.m8").read_bytes()
+    seen = []
+    for folder, name, data in (("plain", "x.m8", table), ("gzipped", "x.m8.gz", gzip.compress(table)),
+                               ("empty", "x.m8.gz", gzip.compress(b""))):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{NAME}A_protein_{name}").write_bytes(data)
+        chains = {"A": featurize.chain_residues(parsed.biomolecule)["A"]}
+        log, n = Log("", NAME), len(chains["A"]["chemtype"])
+        arrays = templates.features(replace(sample, templates=tmp_path / folder, kalign=tmp_path), NAME, chains, parsed,
+                                    np.zeros(n), log)  # fmt: skip
+        assert not arrays["template_mask"].any()
+        seen.append([one.code for one in log.findings])
+    assert seen == [["template hits not usable"], ["template hits not usable"], []]
 
 
 def test_hits_without_kalign_are_noted_and_empty(sample, parsed, tmp_path):
