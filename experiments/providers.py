@@ -137,7 +137,7 @@ def data_stock(context: Context) -> Session:
     """alphafold3-pytorch's own path: parse mmCIF and alignments, crop and featurise, for each example anew."""
     from experiments.contenders.data_pipeline import DataSession
 
-    return DataSession(context, cached=False)
+    return DataSession(context, way="stock")
 
 
 @provider("data_pipeline", "evopipe", preload=STOCK)
@@ -145,7 +145,19 @@ def data_evopipe(context: Context) -> Session:
     """The HDF5 cache: read, crop, subsample."""
     from experiments.contenders.data_pipeline import DataSession
 
-    return DataSession(context, cached=True)
+    return DataSession(context, way="evopipe")
+
+
+def _bare(way: str) -> None:
+    @provider("data_pipeline", way)
+    def open_bare(context: Context) -> Session:
+        from experiments.contenders.data_pipeline import DataSession
+
+        return DataSession(context, way=way)
+
+
+for _way in ("bare_read", "hdf5_read"):  # what reading the same crops costs where nothing is made of them
+    _bare(_way)
 
 
 def _kernel(name: str) -> None:

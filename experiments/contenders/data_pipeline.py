@@ -1,4 +1,8 @@
-"""Seconds an example, from a structure to the model's input: the stock path against the EvoPipe cache."""
+"""Seconds an example, from a structure to the model's input: the stock path against the EvoPipe cache.
+
+Two more rows say what reading alone takes: the stored blocks of the same crops, read and decompressed by the shortest
+way, and the same datasets whole, as any program reads them with the HDF5 library. Neither makes an example.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +34,25 @@ DISK = {
     True: "compressed datasets of the entries measured, mean",
     False: "uncompressed mmCIF and A3M files of the entries measured, mean",
 }
+MEMORY = {False: "tensors of one example before collation", True: "what was decompressed"}
 
 
 class DataSession:
-    """Reads the same crops of the same entries, in turn, through one of the two paths.
+    """Reads the same crops of the same entries, in turn, in one of four ways.
 
     The cache's example is what leaves a loader's worker: compact. What the device then does with it, and what no reader
     could do without, are timed apart, after it.
+
+    Args:
+        way: `stock`; `evopipe`; `bare_read` or `hdf5_read`, which read what evopipe reads and make nothing of it.
 
     Raises:
         Unsupported: none of the cache's entries has its files any more (stock path).
     """
 
-    def __init__(self, context: Context, *, cached: bool) -> None:
+    def __init__(self, context: Context, *, way: str) -> None:
         setting = context.point.setting
-        self._cache, self._cached, self._seed = context.cache, cached, setting.seed
+        self._cache, self._way, self._seed = context.cache, way, setting.seed
         self._crop_size, self._msa_depth = setting.size("crop_size"), setting.size("msa_depth")
         self._device = torch.device(context.device)
         self._dataset = CachedStructures(
@@ -57,6 +65,14 @@ class DataSession:
         if not self._entries:
             raise Unsupported(f"none of the cache's entries is among the files in {self._source.name}")
         self._disk = self._bytes_on_disk()
+        self._ways: dict[str, Callable[[str], Any]] = {
+            "stock": lambda entry: read_stock_example(
+                self._source, entry, self._crop_size, self._msa_depth, self._seed
+            ),
+            "evopipe": lambda entry: read_cached_example(self._dataset, entry),
+            "bare_read": lambda _: read_blocks(self._blocks),
+            "hdf5_read": lambda entry: read_with_hdf5(self._dataset, entry),
+        }
         self._turn: Iterator[str] = iter(())
 
     def resume(self) -> None:
@@ -66,20 +82,20 @@ class DataSession:
     def step(self) -> dict[str, float]:
         """One example: seconds, and bytes of its tensors."""
         entry = next(self._turn)
+        self._blocks = blocks_of(self._dataset, entry) if self._way in ("evopipe", "bare_read") else []
         started = time.perf_counter()
-        example = self._read(entry)
-        sample = {"example_time": time.perf_counter() - started, "bytes": float(_tensor_bytes(example))}
-        return sample | self._around(entry, example) if self._cached else sample
+        example = self._ways[self._way](entry)
+        sample = {"example_time": time.perf_counter() - started, "bytes": float(_bytes(example))}
+        return sample | self._around(entry, example) if self._way == "evopipe" else sample
 
     def _around(self, entry: str, example: dict[str, Any]) -> dict[str, float]:
-        blocks = blocks_of(self._dataset, entry)
         whole, least = processor_seconds(self._dataset, entry)
-        bare, _ = _timed(lambda: read_blocks(blocks))
+        bare, _ = _timed(lambda: read_blocks(self._blocks))
         library, _ = _timed(lambda: read_with_hdf5(self._dataset, entry))
         batch = {name: _batched(value, self._device) for name, value in example.items()}
         self._wait()
         expanding, expanded = _timed(lambda: (expand(batch), self._wait())[0])
-        size = float(_tensor_bytes(expanded))
+        size = float(_bytes(expanded))
         processor = {"example_cpu": whole, "bare_cpu": least, "over_bare": whole / max(least, 1e-9)}
         return processor | {"bare_read": bare, "hdf5_read": library, "expand": expanding, "expanded_bytes": size}
 
@@ -89,13 +105,13 @@ class DataSession:
     def finish(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
         """Time (s) and bytes (MiB) an example; for the cache also what surrounds it."""
         text = f"crop of {self._crop_size} tokens, {self._msa_depth} alignment rows; entries in turn, page cache warm"
-        in_memory = "tensors of one example before collation"
+        in_memory = MEMORY[self._way.endswith("_read")]
         found = {
             "example_time": _metric(samples["example_time"], "s", text),
             "example_memory": _metric(samples["bytes"], "MiB", in_memory, 1 / MIB),
-            "disk_per_example": Metric(self._disk / MIB, "MiB", definition=DISK[self._cached]),
+            "disk_per_example": Metric(self._disk / MIB, "MiB", definition=DISK[self._way != "stock"]),
         }
-        if self._cached:
+        if self._way == "evopipe":
             device = f"one-hot and pair features of one example on the device ({self._device.type})"
             found["bare_read_time"] = _metric(samples["bare_read"], "s", "pread and inflate of the same blocks alone")
             text = "of the process, for one example, all threads"
@@ -109,17 +125,12 @@ class DataSession:
             found["expanded_memory"] = _metric(samples["expanded_bytes"], "MiB", "the example expanded", 1 / MIB)
         return found
 
-    def _read(self, entry: str) -> Any:
-        if self._cached:
-            return read_cached_example(self._dataset, entry)
-        return read_stock_example(self._source, entry, self._crop_size, self._msa_depth, self._seed)
-
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _bytes_on_disk(self) -> float:
-        if self._cached:
+        if self._way != "stock":
             stored = [int(self._dataset.cache.row(entry)["bytes"]) for entry in self._entries]
             return sum(stored) / len(stored)
         root = stage_for_stock(self._source)
@@ -143,6 +154,9 @@ def _batched(value: Any, device: torch.device) -> Any:
     return value[None].to(device) if torch.is_tensor(value) else value
 
 
-def _tensor_bytes(example: Any) -> int:
+def _bytes(example: Any) -> int:
+    """Of the tensors or arrays of an example; a reader that keeps nothing has counted them."""
+    if isinstance(example, int):
+        return example
     fields = example if isinstance(example, dict) else getattr(example, "__dict__", {})
-    return sum(value.numel() * value.element_size() for value in fields.values() if torch.is_tensor(value))
+    return sum(value.nbytes for value in fields.values() if hasattr(value, "nbytes"))
