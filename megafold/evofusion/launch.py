@@ -73,6 +73,12 @@ def round_up(size: int) -> int:
     return ceil_div(size, ROW_MULTIPLE) * ROW_MULTIPLE
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x contiguous and at a whole 16 bytes, which a kernel takes for granted where it chooses among tensors."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def in_dtype(dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
     """Weights as kernels read them: contiguous, in the dtype of products."""
     return tuple(weight.to(dtype).contiguous() for weight in weights)

@@ -33,13 +33,13 @@ class Kernel:
 
 TRIANGLE = ("x", "gamma", "beta", "w", "w_gate", "w_out", "out_gamma", "out_beta", "product", "dropped", "out")
 PROJECT = ("x", "gamma", "beta", "w", "bias", "w_heads", *(f"{kind}{p}" for kind in ("out", "grad") for p in range(4)))
-TRANSITION = ("x", "gamma", "beta", "w_in", "w_out", "out", "grad_out", "hidden", "grads", "grad_x")
+TRANSITION = ("x", "gamma", "beta", "w_in", "w_out", "out", "grad_out", "hidden", "grads", "upstream")
 OUTPUT = ("attended", "gate", "w", "dropped", "residual", "out", "grad_out", "grad_attended", "grad_gate", "gated")
 CONDITIONED = ("x", "y", "cond", "cond_gamma", "w", "bias", "w_gamma", "gamma_bias", "w_beta", "residual", "out")
 CONDITIONED_GRADIENTS = (*CONDITIONED, "grad_out", "grad_x", "grad_y", "grad_cond", "grad_gate")
 WINDOWED = ("q", "k", "v", "bias", "out", "grad_out", "dq", "dk", "dv", "dbias")
 SHARED = {"C": "width", "HAS_MASK": True, "HAS_DROPPED": True, "RESIDUAL": True}
-HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True, "C": "width"}
+HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True, "C": "width", "OUTPUTS": "width"}
 WINDOWS = {
     "W": 27,
     "D": "head",
@@ -59,8 +59,9 @@ KERNELS = {
     "weight_gradient": Kernel(
         "weight_gradient",
         "weight_gradient_kernel",
-        ("a", "x"),
-        {"BLOCK_C": "width", "EVEN_O": True, "NORM": True, "A_COLUMNS": False, "X_COLUMNS": False},
+        ("a0", "a1", "a2", "a3", "x"),
+        {"BLOCK_C": "width", "EVEN_O": True, "NORM": True, "A_COLUMNS": False, "X_COLUMNS": False}
+        | {"COUNT": 1, "FLAT": False, "SUMS": True},
         {"partial": "*fp32:16"},
     ),
     "triangle_project": Kernel("triangle_multiplication.kernels", "project_kernel", (*TRIANGLE, "operands"), SHARED),
@@ -79,15 +80,23 @@ KERNELS = {
     ),
     "norm_project": Kernel("norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS),
     "norm_project_gradient": Kernel(
-        "norm_project.kernels", "gradient_kernel", (*PROJECT, "grad_heads", "grad_x"), HEADS
+        "norm_project.kernels",
+        "gradient_kernel",
+        (*PROJECT, "grad_heads", "other", "grad_x", "x_hats"),
+        {**HEADS, "OTHER": True},
     ),
     "transition": Kernel("transition.kernels", "transition_kernel", TRANSITION, {**SHARED, "NORM": True}),
-    "transition_gradient": Kernel("transition.kernels", "gradient_kernel", TRANSITION, {**SHARED, "NORM": True}),
+    "transition_gradient": Kernel(
+        "transition.kernels", "gradient_kernel", TRANSITION, {"C": "width", "NORM": True, "COPY": True}
+    ),
     "attention_output": Kernel(
         "attention_output.kernels", "output_kernel", OUTPUT, {**SHARED, "INNER": "width", "GATED": True}
     ),
     "attention_output_gradient": Kernel(
-        "attention_output.kernels", "gradient_kernel", (*OUTPUT, "scaled"), {**SHARED, "INNER": "width", "GATED": True}
+        "attention_output.kernels",
+        "gradient_kernel",
+        (*OUTPUT, "scaled"),
+        {**SHARED, "INNER": "width", "GATED": True, "COPY": True},
     ),
     "adaptive_norm": Kernel("conditioned.kernels", "adaptive_norm_kernel", CONDITIONED, {**SHARED, "D": "width"}),
     "adaptive_norm_gradient": Kernel(
@@ -115,14 +124,14 @@ KERNELS = {
     "smooth_lddt_gradient": Kernel("smooth_lddt.kernels", "gradient_kernel", (), SHARED, PAIRS, matrix=False),
 }
 ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bias", "grad_x", "grad_pre", "y", "grad_y")
-FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True, "TWO": True}
-THROUGH_NORM = ("weight0", "weight1", "gamma", "beta", "grad0", "grad1", "grad_gamma", "grad_beta")
-SUMS = {"products": "*fp32:16", "sums": "*fp32:16"}
+FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True}
+THROUGH_NORM = ("weight", "gamma", "beta", "grad")
+SUMS = dict.fromkeys(("products", "sums", "totals", "shares"), "*fp32:16")
 FIXED = {
     # Kernels with one configuration everywhere: over whole rows of 801 elements, or over blocks of them.
     "through_norm": (
-        Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 16}, SUMS, matrix=False),
-        {"block_o": 64},
+        Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 128}, SUMS, matrix=False),
+        {"block_o": 4},
     ),
     **{
         name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)
@@ -162,6 +171,7 @@ class Case:
         constants |= {
             "BLOCK_L": self.config.get("block_l"),
             "BLOCK_O": min(self.config.get("block_o", 16), self.width),
+            "STAGES": self.config["num_stages"],
             "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
         }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -45,6 +45,15 @@ def load_rows(x, row, at, length, width, column, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_rows_again(x, row, at, length, width, column, BLOCK: tl.constexpr):
+    """`load_rows` a second time: with another cache hint, or the compiler would keep the first one in registers."""
+    c = column + tl.arange(0, BLOCK)
+    pointers = x + row * width + at[:, None] * width + c[None, :]
+    tile = tl.load(pointers, mask=(at < length)[:, None], other=0.0, eviction_policy="evict_first")
+    return tile.to(tl.float32)
+
+
+@triton.jit
 def store_rows(x, row, at, length, width, column, value, BLOCK: tl.constexpr):
     """Store [BLOCK_L, BLOCK] as `load_rows` reads it, in the dtype of x."""
     c = column + tl.arange(0, BLOCK)

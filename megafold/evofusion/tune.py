@@ -38,7 +38,8 @@ def candidates(config: dict, arch: str) -> Iterator[dict]:
         return
     for block_l, block_o, warps, stage in itertools.product((32, 64, 128), (16, 32, 64, 128), (4, 8), stages):
         if block_l * block_o <= 8192:
-            yield {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage}
+            found = {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage}
+            yield from ({**found, "programs": n} for n in (1, 2, 4)) if "programs" in config else [found]
 
 
 def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bool = True) -> Path:

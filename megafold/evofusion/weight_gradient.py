@@ -19,63 +19,88 @@ from megafold import triton_support
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options
 from megafold.evofusion.tiles import normalize
 
-NORM_BLOCK = {"BLOCK_O": 64, "BLOCK_C": 16}
+NORM_BLOCK = {"BLOCK_O": 4, "BLOCK_C": 128}
+MOST_OPERANDS = 4
 SUM_COLUMNS = 8
 """Columns behind those of G; the first holds s. Eight keep the rows aligned."""
 
 
 @triton.jit
 def weight_gradient_kernel(
-    a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
-    GROUPS, L, tiles, tiles_a_program, blocks_o, blocks_c, OUTPUTS, C, eps,
-    BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
-    NORM: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
+    GROUPS, L, tiles, splits, blocks_each, blocks_c, OUTPUTS, C, eps,
+    COUNT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
+    FLAT: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_O x BLOCK_C of G over `tiles_a_program` tiles of rows.
+    """One program: BLOCK_O x BLOCK_C of G of one of COUNT operands a, over every `splits`-th tile of rows.
 
-    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS.
+    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS. FLAT: one group.
     """
     pid = tl.program_id(0)
-    o_start = (pid % blocks_o) * BLOCK_O
-    c_start = (pid // blocks_o % blocks_c) * BLOCK_C
-    split = pid // (blocks_o * blocks_c)
+    block_o = pid % (COUNT * blocks_each)
+    c_start = (pid // (COUNT * blocks_each) % blocks_c) * BLOCK_C
+    split = pid // (COUNT * blocks_each * blocks_c)
+    operand = block_o // blocks_each
+    o_start = (block_o % blocks_each) * BLOCK_O
+    a = a0
+    if COUNT > 1:
+        a = tl.where(operand == 1, a1, a)
+    if COUNT > 2:
+        a = tl.where(operand == 2, a2, a)
+    if COUNT > 3:
+        a = tl.where(operand == 3, a3, a)
     o = tl.arange(0, BLOCK_O)
     c = c_start + tl.arange(0, BLOCK_C)
+    at = tl.arange(0, BLOCK_L)
     known = (o_start + o) < OUTPUTS
     columns = (o_start + o).to(tl.int64)
     blocks_l = tl.cdiv(L, BLOCK_L)
+    # One column of ones: the sums over the rows are a product, too.
+    ones = tl.zeros([BLOCK_L, 16], tl.float32) + (tl.arange(0, 16) == 0)[None, :]
     acc = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
-    sums = tl.zeros([BLOCK_O], tl.float32)
-    first = split * tiles_a_program
-    for tile in range(first, tl.minimum(first + tiles_a_program, tiles)):
-        start = (tile % blocks_l) * BLOCK_L
-        i = (tile // blocks_l % GROUPS).to(tl.int64)
-        b = (tile // (blocks_l * GROUPS)).to(tl.int64)
-        at = tl.arange(0, BLOCK_L)
+    sums = tl.zeros([BLOCK_O, 16], tl.float32)
+    for k in range(0, tl.cdiv(tiles - split, splits)):
+        # From the end: what the kernel before this one read last may still be in the cache.
+        tile = tiles - 1 - split - k * splits
+        if FLAT:
+            start = tile * BLOCK_L
+            a_first, x_first = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+        else:
+            start = (tile % blocks_l) * BLOCK_L
+            i = (tile // blocks_l % GROUPS).to(tl.int64)
+            b = (tile // (blocks_l * GROUPS)).to(tl.int64)
+            a_first, x_first = b * a_b + i * a_i, b * x_b + i * x_i
         inside = (start + at) < L
         if A_COLUMNS:
-            pointers = a + b * a_b + i * a_i + start + columns[:, None] * a_s + at[None, :]
+            pointers = a + a_first + start + columns[:, None] * a_s + at[None, :]
             a_mask = inside[None, :] if EVEN_O else inside[None, :] & known[:, None]
             a_tile = tl.load(pointers, mask=a_mask, other=0.0)
         else:
-            pointers = a + b * a_b + i * a_i + start.to(tl.int64) * a_s + at[:, None] * a_s + columns[None, :]
+            pointers = a + a_first + start.to(tl.int64) * a_s + at[:, None] * a_s + columns[None, :]
             a_mask = inside[:, None] if EVEN_O else inside[:, None] & known[None, :]
             a_tile = tl.trans(tl.load(pointers, mask=a_mask, other=0.0))
         if X_COLUMNS:
-            pointers = x + b * x_b + i * x_i + start + c.to(tl.int64)[:, None] * x_s + at[None, :]
+            pointers = x + x_first + start + c.to(tl.int64)[:, None] * x_s + at[None, :]
             x_tile = tl.trans(tl.load(pointers, mask=inside[None, :], other=0.0))
         else:
-            pointers = x + b * x_b + i * x_i + start.to(tl.int64) * x_s + at[:, None] * x_s + c[None, :]
+            pointers = x + x_first + start.to(tl.int64) * x_s + at[:, None] * x_s + c[None, :]
             x_tile = tl.load(pointers, mask=inside[:, None], other=0.0)
         if NORM:
             x_hat, _ = normalize(x_tile.to(tl.float32), eps, 1)
             x_tile = x_hat
-        acc = tl.dot(a_tile, x_tile.to(a_tile.dtype), acc, input_precision=PRECISION)
-        sums += tl.sum(a_tile.to(tl.float32), 1)
-    rows = partial + split.to(tl.int64) * p_split + (o_start + o)[:, None] * p_o
-    tl.store(rows + c[None, :], acc, mask=known[:, None])
-    if c_start == 0:
-        tl.store(partial + split.to(tl.int64) * p_split + (o_start + o) * p_o + C, sums, mask=known)
+        # Products in the narrower dtype of the two.
+        if a_tile.dtype.primitive_bitwidth <= x_tile.dtype.primitive_bitwidth:
+            x_tile = x_tile.to(a_tile.dtype)
+        else:
+            a_tile = a_tile.to(x_tile.dtype)
+        acc = tl.dot(a_tile, x_tile, acc, input_precision=PRECISION)
+        if SUMS:
+            sums = tl.dot(a_tile, ones.to(a_tile.dtype), sums, input_precision=PRECISION)
+    rows = partial + split.to(tl.int64) * p_split + (operand * OUTPUTS + o_start + o) * p_o
+    tl.store(rows[:, None] + c[None, :], acc, mask=known[:, None])
+    if SUMS and c_start == 0:
+        tl.store(rows + C, tl.sum(sums, 1), mask=known)
 
 
 @dataclass(frozen=True)
@@ -119,34 +144,49 @@ class Rows:
     def __post_init__(self) -> None:
         self.config = configuration("weight_gradient", self.dtype, self.device)
         self.block_l = self.config["block_l"]
-        self.tiles = self.batch * self.groups * ceil_div(self.length, self.block_l)
-        wanted = ceil_div(2 * triton_support.multiprocessors(self.device), self._blocks(self.outputs))
-        self.tiles_a_program = ceil_div(self.tiles, min(wanted, self.tiles))
-        self.splits = ceil_div(self.tiles, self.tiles_a_program)
+        tiles = self._tiles(self.length)
+        programs = self.config.get("programs", 2) * triton_support.multiprocessors(self.device)
+        self.splits = max(1, min(programs // self._blocks(self.outputs, self.config["block_o"]), tiles))
         self.partial = torch.empty(
             (self.shares, self.splits, self.outputs, self.inputs + SUM_COLUMNS), device=self.device, dtype=torch.float32
         )
 
-    def _block_c(self, norm: bool) -> int:
-        return self.inputs if norm else block({"c": 128}, "c", self.inputs)
+    def _tiles(self, length: int) -> int:
+        return self.batch * self.groups * ceil_div(length, self.block_l)
 
-    def _blocks(self, columns: int) -> int:
-        return ceil_div(columns, self.config["block_o"]) * ceil_div(self.inputs, 128)
+    def _blocks(self, columns: int, block_o: int) -> int:
+        return ceil_div(columns, block_o) * ceil_div(self.inputs, 128)
 
     def add(
-        self, a: Operand, x: Operand, columns: int, first: int = 0, *, norm: bool, share: int = 0, length: int = 0
+        self,
+        a: Operand | Sequence[Operand],
+        x: Operand,
+        columns: int,
+        first: int = 0,
+        *,
+        norm: bool = False,
+        sums: bool = True,
+        share: int = 0,
+        length: int = 0,
     ) -> None:
-        """Sum a^T x over all rows (of `length`, if given, instead of all) into rows `first`.. of the gradient."""
-        block_c, length = self._block_c(norm), length or self.length
+        """Sum a^T x over all rows (of `length`, if given, instead of all) into rows `first`.. of the gradient.
+
+        Args:
+            a: one operand, or up to four with the same distances, which x is read for together. columns: of each.
+            norm: normalise the rows of x. sums: also sum the rows of a; without, `finish` has no s.
+        """
+        operands = [a] if isinstance(a, Operand) else list(a)
+        one, count = operands[0], len(operands)
+        block_c, length = self.inputs if norm else block({"c": 128}, "c", self.inputs), length or self.length
         block_o = max(16, min(self.config["block_o"], 1 << (columns - 1).bit_length()))
         blocks_o, blocks_c = ceil_div(columns, block_o), self.inputs // block_c
-        partial = self.partial[share, :, first:]
-        tiles = self.batch * self.groups * ceil_div(length, self.block_l)
-        weight_gradient_kernel[(blocks_o * blocks_c * self.splits,)](
-            a.tensor, x.tensor, partial, a.b, a.i, a.step, x.b, x.i, x.step, partial.stride(0),
-            partial.stride(1), self.groups, length, tiles, self.tiles_a_program, blocks_o, blocks_c,
-            columns, self.inputs, EPS, BLOCK_L=self.block_l, BLOCK_O=block_o, BLOCK_C=block_c,
-            EVEN_O=columns % block_o == 0, NORM=norm, A_COLUMNS=a.columns, X_COLUMNS=x.columns,
+        partial, groups = self.partial[share, :, first:], self.batch * self.groups
+        weight_gradient_kernel[(count * blocks_o * blocks_c * self.splits,)](
+            *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), x.tensor, partial,
+            one.b, one.i, one.step, x.b, x.i, x.step, partial.stride(0), partial.stride(1), self.groups, length,
+            self._tiles(length), self.splits, blocks_o, blocks_c, columns, self.inputs, EPS, COUNT=count,
+            BLOCK_L=self.block_l, BLOCK_O=block_o, BLOCK_C=block_c, EVEN_O=columns % block_o == 0, FLAT=groups == 1,
+            NORM=norm, SUMS=sums, A_COLUMNS=one.columns, X_COLUMNS=x.columns,
             PRECISION=triton_support.float32_precision(), **options(self.config),
         )  # fmt: skip
 
@@ -155,46 +195,86 @@ class Rows:
         total = self.partial.flatten(0, 1).sum(0)
         return total[:, : self.inputs], total[:, self.inputs : self.inputs + 1]
 
+    def part(self, weight: Tensor, first: int = 0) -> Part:
+        """The partial sums of a weight's rows, which begin at row `first`."""
+        rows = self.partial.flatten(0, 1)[:, first : first + weight.shape[0]]
+        return Part(weight, rows[..., : self.inputs], rows[..., self.inputs])
+
+
+def product_over_rows(a: Tensor, x: Tensor) -> Tensor:
+    """a^T x [O, C] of rows [M, O] and [M, C] in one dtype, by the vendor's product; in fp32 where it can."""
+    if a.is_cuda and not torch.version.hip and a.dtype != torch.float32:
+        return torch.mm(a.mT, x, out_dtype=torch.float32)
+    return a.mT @ x
+
+
+@dataclass(frozen=True)
+class Part:
+    """A weight [O, C], and in fp32 what adds up to its G [S, O, C] and s [S, O]."""
+
+    weight: Tensor
+    products: Tensor
+    sums: Tensor
+
 
 @triton.jit
 def through_norm_kernel(
-    products, sums, weight0, weight1, gamma, beta, grad0, grad1, grad_gamma, grad_beta, p_o, s_o, OUTPUTS, FIRST, C,
-    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BETA: tl.constexpr, TWO: tl.constexpr,
+    products, sums, weight, gamma, beta, grad, totals, shares, p_split, p_o, s_split, s_o, splits, OUTPUTS, C,
+    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BETA: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_C columns of the weights' gradients, FIRST rows in the first weight, and their part of those
-    of gamma and beta."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    scale = tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    of_gamma = tl.zeros([BLOCK_C], tl.float32)
-    of_beta = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, OUTPUTS, BLOCK_O):
-        o = start + tl.arange(0, BLOCK_O)
-        inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
-        g = tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
-        s = tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)[:, None]
-        at = o[:, None] * C + c[None, :]
-        in_first = inside & (o < FIRST)[:, None]
-        w = tl.load(weight0 + at, mask=in_first, other=0.0).to(tl.float32)
-        grad = g * scale
-        if HAS_BETA:
-            grad += s * tl.load(beta + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        tl.store(grad0 + at, grad.to(grad0.dtype.element_ty), mask=in_first)
-        if TWO:
-            at = at - FIRST * C
-            in_second = inside & (o >= FIRST)[:, None]
-            w += tl.load(weight1 + at, mask=in_second, other=0.0).to(tl.float32)
-            tl.store(grad1 + at, grad.to(grad1.dtype.element_ty), mask=in_second)
-        of_gamma += tl.sum(w * g, 0)
-        of_beta += tl.sum(w * s, 0)
-    tl.store(grad_gamma + c, of_gamma.to(grad_gamma.dtype.element_ty), mask=c < C)
+    """One program: BLOCK_O x BLOCK_C of a weight's gradient, and its share [2, C] of those of gamma and beta."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
+    g = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    s = tl.zeros([BLOCK_O], tl.float32)
+    for _ in range(0, splits):
+        g += tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
+        s += tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)
+        products += p_split
+        sums += s_split
+    tl.store(totals + o, s, mask=o < OUTPUTS)
+    at = o[:, None] * C + c[None, :]
+    out = g * tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if HAS_BETA:
-        tl.store(grad_beta + c, of_beta.to(grad_beta.dtype.element_ty), mask=c < C)
+        out += s[:, None] * tl.load(beta + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    tl.store(grad + at, out.to(grad.dtype.element_ty), mask=inside)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    share = shares + tl.program_id(0) * 2 * C + c
+    tl.store(share, tl.sum(w * g, 0), mask=c < C)
+    tl.store(share + C, tl.sum(w * s[:, None], 0), mask=c < C)
+
+
+def gradients_through_norm(
+    parts: Sequence[Part], gamma: Tensor, beta: Tensor | None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients of weights behind one LayerNorm and of its parameters.
+
+    Returns:
+        For each weight its gradient; for each s [O] in fp32, the gradient of a bias; d(gamma) and, unless beta is None,
+        d(beta). The gradients have the dtypes of the parameters.
+    """
+    width, block_o = gamma.shape[0], NORM_BLOCK["BLOCK_O"]
+    blocks = [ceil_div(part.weight.shape[0], block_o) for part in parts]
+    shares = torch.empty((sum(blocks), 2, width), device=gamma.device, dtype=torch.float32)
+    grads = [torch.empty_like(part.weight, memory_format=torch.contiguous_format) for part in parts]
+    totals = [shares.new_empty(part.weight.shape[0]) for part in parts]
+    for part, grad, total, share in zip(parts, grads, totals, shares.split(blocks)):
+        products, sums = part.products, part.sums
+        through_norm_kernel[(share.shape[0], ceil_div(width, NORM_BLOCK["BLOCK_C"]))](
+            products, sums, part.weight.contiguous(), gamma, gamma if beta is None else beta, grad, total, share,
+            products.stride(0), products.stride(1), sums.stride(0), sums.stride(1), products.shape[0],
+            part.weight.shape[0], width, HAS_BETA=beta is not None, **NORM_BLOCK, num_warps=4,
+        )  # fmt: skip
+    of_norm = shares.sum(0)
+    norms = [total.to(t.dtype) for total, t in zip(of_norm, (gamma, beta)) if t is not None]
+    return grads, totals, norms
 
 
 def through_norm(
     products: Tensor, sums: Tensor, weights: Sequence[Tensor], gamma: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Gradients of one or two weights, one below the other in `products`, and of the LayerNorm's parameters.
+    """Gradients of weights, one below the other in `products`, and of the LayerNorm's parameters.
 
     Args:
         products, sums: from `Rows.finish`, fp32. weights: as the parameters are.
@@ -202,13 +282,8 @@ def through_norm(
     Returns:
         A gradient for each weight, d(gamma) and, unless beta is None, d(beta), in the dtypes of the parameters.
     """
-    first, second = weights[0].contiguous(), weights[-1].contiguous()
-    grads = [torch.empty_like(first), torch.empty_like(second)]
-    grad_gamma, grad_beta = torch.empty_like(gamma), torch.empty_like(gamma if beta is None else beta)
-    outputs, width = products.shape
-    through_norm_kernel[(ceil_div(width, NORM_BLOCK["BLOCK_C"]),)](
-        products, sums, first, second, gamma, gamma if beta is None else beta, *grads, grad_gamma, grad_beta,
-        products.stride(0), sums.stride(0), outputs, first.shape[0], width, HAS_BETA=beta is not None,
-        TWO=len(weights) == 2, **NORM_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return (*grads[: len(weights)], grad_gamma, *([] if beta is None else [grad_beta]))
+    sizes = [weight.shape[0] for weight in weights]
+    halves = zip(weights, products.split(sizes), sums.split(sizes))
+    parts = [Part(weight, g.unsqueeze(0), s.reshape(1, -1)) for weight, g, s in halves]
+    grads, _, norms = gradients_through_norm(parts, gamma, beta)
+    return (*grads, *norms)

@@ -9,13 +9,12 @@ from megafold.evofusion.tiles import load_rows, load_weight, sigmoid, store_rows
 
 
 @triton.jit
-def _place(GROUPS, J, BLOCK_L: tl.constexpr):
-    """b, i, j, how many j there are from the first of the program, and the row in [B, GROUPS, J]."""
-    pid = tl.program_id(0)
+def _place(tile, GROUPS, J, BLOCK_L: tl.constexpr):
+    """b, i, j, how many j there are from the first of the tile, and the row in [B, GROUPS, J]."""
     blocks = tl.cdiv(J, BLOCK_L)
-    start = (pid % blocks) * BLOCK_L
-    i = (pid // blocks % GROUPS).to(tl.int64)
-    b = (pid // (blocks * GROUPS)).to(tl.int64)
+    start = (tile % blocks) * BLOCK_L
+    i = (tile // blocks % GROUPS).to(tl.int64)
+    b = (tile // (blocks * GROUPS)).to(tl.int64)
     return b, i, start, tl.arange(0, BLOCK_L), J - start, (b * GROUPS + i) * J + start
 
 
@@ -28,47 +27,51 @@ def _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, column, BLOCK: tl.
 
 @triton.jit
 def output_kernel(
-    attended, gate, w, dropped, residual, out, d_b, d_i, d_j, GROUPS, J,
-    C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr,
+    attended, gate, w, dropped, residual, out, d_b, d_i, d_j, GROUPS, J, tiles, programs,
+    C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     HAS_DROPPED: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_L rows. attended, gate [B, GROUPS, J, INNER], w [C, INNER], residual, out [B, GROUPS, J, C]."""
-    b, i, start, at, length, row = _place(GROUPS, J, BLOCK_L)
-    value = load_rows(attended, row, at, length, INNER, 0, INNER)
-    if GATED:
-        value *= sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
-    value = value.to(w.dtype.element_ty)
-    for o in range(0, C, BLOCK_O):
-        y = tl.dot(value, tl.trans(load_weight(w, o, INNER, BLOCK_O, INNER)), input_precision=PRECISION)
+    """Every `programs`-th tile of rows. attended, gate [B, GROUPS, J, INNER], w [C, INNER], residual, out [.., C]."""
+    pid = tl.program_id(0)
+    weight = tl.trans(load_weight(w, 0, INNER, C, INNER))
+    for k in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        b, i, start, at, length, row = _place(pid + k * programs, GROUPS, J, BLOCK_L)
+        value = load_rows(attended, row, at, length, INNER, 0, INNER)
+        if GATED:
+            value *= sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
+        y = tl.dot(value.to(w.dtype.element_ty), weight, input_precision=PRECISION)
         if HAS_DROPPED:
-            y *= _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, o, BLOCK_O)
+            y *= _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, 0, C)
         if RESIDUAL:
-            y += load_rows(residual, row, at, length, C, o, BLOCK_O)
-        store_rows(out, row, at, length, C, o, y, BLOCK_O)
+            y += load_rows(residual, row, at, length, C, 0, C)
+        store_rows(out, row, at, length, C, 0, y, C)
 
 
 @triton.jit
 def gradient_kernel(
-    grad_out, attended, gate, w, dropped, grad_attended, grad_gate, gated, scaled, d_b, d_i, d_j, GROUPS, J,
-    C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr,
-    HAS_DROPPED: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out, attended, gate, w, dropped, grad_attended, grad_gate, gated, scaled, d_b, d_i, d_j, GROUPS, J, tiles,
+    programs,
+    C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    HAS_DROPPED: tl.constexpr, COPY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L rows. Also stores, for the weight's gradient, attended * sigmoid(gate) and grad_out *
-    dropped where they are not what was given."""
-    b, i, start, at, length, row = _place(GROUPS, J, BLOCK_L)
-    grad = tl.zeros([BLOCK_L, INNER], tl.float32)
-    for o in range(0, C, BLOCK_O):
-        y = load_rows(grad_out, row, at, length, C, o, BLOCK_O)
+    """Every `programs`-th tile of rows. Also stores, for the weight's gradient, attended * sigmoid(gate), and with COPY
+    grad_out * dropped."""
+    pid = tl.program_id(0)
+    weight = load_weight(w, 0, INNER, C, INNER)
+    for k in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        b, i, start, at, length, row = _place(pid + k * programs, GROUPS, J, BLOCK_L)
+        y = load_rows(grad_out, row, at, length, C, 0, C)
         if HAS_DROPPED:
-            y *= _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, o, BLOCK_O)
+            y *= _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, 0, C)
         y = y.to(w.dtype.element_ty)
-        if HAS_DROPPED:
-            store_rows(scaled, row, at, length, C, o, y, BLOCK_O)
-        grad = tl.dot(y, load_weight(w, o, INNER, BLOCK_O, INNER), grad, input_precision=PRECISION)
-    if GATED:
-        value = load_rows(attended, row, at, length, INNER, 0, INNER)
-        s = sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
-        store_rows(gated, row, at, length, INNER, 0, value * s, INNER)
-        store_rows(grad_gate, row, at, length, INNER, 0, grad * value * s * (1.0 - s), INNER)
-        grad *= s
-    store_rows(grad_attended, row, at, length, INNER, 0, grad, INNER)
+        if COPY:
+            store_rows(scaled, row, at, length, C, 0, y, C)
+        grad = tl.dot(y, weight, input_precision=PRECISION)
+        if GATED:
+            value = load_rows(attended, row, at, length, INNER, 0, INNER)
+            s = sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
+            value *= s
+            store_rows(gated, row, at, length, INNER, 0, value, INNER)
+            store_rows(grad_gate, row, at, length, INNER, 0, grad * value * (1.0 - s), INNER)
+            grad *= s
+        store_rows(grad_attended, row, at, length, INNER, 0, grad, INNER)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.attention_output import kernels
 from megafold.evofusion.launch import ceil_div, configuration, in_dtype, options, shared_strides
-from megafold.evofusion.weight_gradient import Rows, by_rows
+from megafold.evofusion.weight_gradient import product_over_rows
 
 
 def forward(
@@ -25,12 +25,12 @@ def forward(
     )
     shape = (*attended.shape[:-1], weight.shape[0])
     out = attended.new_empty(shape, dtype=dtype if residual is None else residual.dtype)
-    grid, constants = _constants("attention_output", attended, gate, weight, dropped, dtype)
+    sizes, constants = _constants("attention_output", attended, gate, weight, dropped, dtype)
     with triton_support.device_guard(attended.device):
-        kernels.output_kernel[grid](
+        kernels.output_kernel[sizes[-1:]](
             attended, attended if gate is None else gate, *in_dtype(dtype, weight),
             attended if dropped is None else dropped, attended if residual is None else residual, out,
-            *shared_strides(dropped), *_sizes(attended), RESIDUAL=residual is not None, **constants,
+            *shared_strides(dropped), *sizes, RESIDUAL=residual is not None, **constants,
         )  # fmt: skip
     return out
 
@@ -50,18 +50,16 @@ def backward(
     grad_attended = torch.empty_like(attended)
     grad_gate = none if gate is None else torch.empty_like(gate)
     gated = attended.to(dtype) if gate is None else torch.empty_like(attended, dtype=dtype)
-    scaled = grad_out.to(dtype) if dropped is None else torch.empty_like(grad_out, dtype=dtype)
-    grid, constants = _constants("attention_output_gradient", attended, gate, weight, dropped, dtype)
-    width, inner = weight.shape
+    copies = dropped is not None or grad_out.dtype != dtype
+    scaled = torch.empty_like(grad_out, dtype=dtype) if copies else grad_out
+    sizes, constants = _constants("attention_output_gradient", attended, gate, weight, dropped, dtype)
     with triton_support.device_guard(attended.device):
-        kernels.gradient_kernel[grid](
+        kernels.gradient_kernel[sizes[-1:]](
             grad_out, attended, attended if gate is None else gate, w, attended if dropped is None else dropped,
             grad_attended, grad_attended if gate is None else grad_gate, gated, scaled, *shared_strides(dropped),
-            *_sizes(attended), **constants,
+            *sizes, COPY=copies, **constants,
         )  # fmt: skip
-        sums = Rows(1, 1, attended.numel() // inner, width, inner, attended.device, dtype)
-        sums.add(by_rows(scaled.view(-1, width)), by_rows(gated.view(-1, inner)), width, norm=False)
-        grad_weight = sums.finish()[0]
+        grad_weight = product_over_rows(scaled.view(-1, weight.shape[0]), gated.view(-1, weight.shape[1]))
     return grad_attended, grad_gate, grad_weight.to(weight.dtype)
 
 
@@ -74,18 +72,20 @@ def _sizes(attended: Tensor) -> tuple[int, int]:
 
 def _constants(
     kernel: str, attended: Tensor, gate: Tensor | None, weight: Tensor, dropped: Tensor | None, dtype: torch.dtype
-) -> tuple[tuple[int], dict[str, object]]:
+) -> tuple[tuple[int, ...], dict[str, object]]:
+    """Groups, rows in a group, tiles of rows and programs; and the compile-time arguments."""
     config = configuration(kernel, dtype, attended.device)
     width, inner = weight.shape
     groups, length = _sizes(attended)
-    batch = attended.numel() // (groups * length * inner)
+    tiles = attended.numel() // (groups * length * inner) * groups * ceil_div(length, config["block_l"])
+    programs = min(tiles, config.get("programs", 4) * triton_support.multiprocessors(attended.device))
     constants = {
         "C": width,
         "INNER": inner,
         "BLOCK_L": config["block_l"],
-        "BLOCK_O": min(config["block_o"], width),
+        "STAGES": config["num_stages"],
         "GATED": gate is not None,
         "HAS_DROPPED": dropped is not None,
         "PRECISION": triton_support.float32_precision(),
     }
-    return (batch * groups * ceil_div(length, config["block_l"]),), constants | options(config)
+    return (groups, length, tiles, programs), constants | options(config)

@@ -34,29 +34,36 @@ def _head_weight(w_heads, C: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.cons
 
 
 @triton.jit
+def select(p, t0, t1, t2, t3, COUNT: tl.constexpr):
+    """The p-th of COUNT pointers."""
+    if COUNT > 1:
+        t0 = tl.where(p == 1, t1, t0)
+    if COUNT > 2:
+        t0 = tl.where(p == 2, t2, t0)
+    if COUNT > 3:
+        t0 = tl.where(p == 3, t3, t0)
+    if COUNT > 1:
+        t0 = tl.multiple_of(t0, 16)
+    return t0
+
+
+@triton.jit
 def project_kernel(
-    x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, OUTPUTS, eps,
-    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, eps,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows of all. w [COUNT * OUTPUTS, C]; out0.. [B, L, OUTPUTS], heads [B, HEADS, L]."""
     b, start, at, length, row = place(L, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
     normed = affine(x_hat, gamma, beta, C, HAS_BETA).to(heads.dtype.element_ty)
-    for p in tl.static_range(COUNT):
-        for o in range(0, OUTPUTS, BLOCK_O):
-            part = tl.trans(load_weight(w, p * OUTPUTS + o, C, BLOCK_O, C))
-            y = tl.dot(normed, part, input_precision=PRECISION)
-            if HAS_BIAS:
-                y += tl.load(bias + p * OUTPUTS + o + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :]
-            if p == 0:
-                store_rows(out0, row, at, length, OUTPUTS, o, y, BLOCK_O)
-            elif p == 1:
-                store_rows(out1, row, at, length, OUTPUTS, o, y, BLOCK_O)
-            elif p == 2:
-                store_rows(out2, row, at, length, OUTPUTS, o, y, BLOCK_O)
-            else:
-                store_rows(out3, row, at, length, OUTPUTS, o, y, BLOCK_O)
+    # One loop over the rows of all weights, so that the next ones are on their way during a product.
+    for k in range(0, COUNT * OUTPUTS, BLOCK_O):
+        y = tl.dot(normed, tl.trans(load_weight(w, k, C, BLOCK_O, C)), input_precision=PRECISION)
+        if HAS_BIAS:
+            y += tl.load(bias + k + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :]
+        out = select(k // OUTPUTS, out0, out1, out2, out3, COUNT)
+        store_rows(out, row, at, length, OUTPUTS, tl.multiple_of(k % OUTPUTS, 16), y, BLOCK_O)
     if HEADS > 0:
         part = _head_weight(w_heads, C, HEADS, BLOCK_H)
         y = tl.dot(part, tl.trans(normed), input_precision=PRECISION)
@@ -66,30 +73,30 @@ def project_kernel(
 
 @triton.jit
 def gradient_kernel(
-    x, gamma, w, w_heads, grad0, grad1, grad2, grad3, grad_heads, grad_x, L, OUTPUTS, eps,
-    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, COUNT: tl.constexpr,
-    HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    x, gamma, w, w_heads, grad0, grad1, grad2, grad3, grad_heads, other, grad_x, x_hats, L, eps,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L rows of the gradient of x, from those of every projection."""
+    """One program: BLOCK_L rows of the gradient of x, from those of every projection, with OTHER plus `other` [.., C].
+
+    Also stores the normalised rows, for the weights' gradients.
+    """
     b, start, at, length, row = place(L, BLOCK_L)
     grad = tl.zeros([BLOCK_L, C], tl.float32)
-    for p in tl.static_range(COUNT):
-        for o in range(0, OUTPUTS, BLOCK_O):
-            if p == 0:
-                y = load_rows(grad0, row, at, length, OUTPUTS, o, BLOCK_O)
-            elif p == 1:
-                y = load_rows(grad1, row, at, length, OUTPUTS, o, BLOCK_O)
-            elif p == 2:
-                y = load_rows(grad2, row, at, length, OUTPUTS, o, BLOCK_O)
-            else:
-                y = load_rows(grad3, row, at, length, OUTPUTS, o, BLOCK_O)
-            part = load_weight(w, p * OUTPUTS + o, C, BLOCK_O, C)
-            grad = tl.dot(y.to(w.dtype.element_ty), part, grad, input_precision=PRECISION)
+    for k in range(0, COUNT * OUTPUTS, BLOCK_O):
+        source = select(k // OUTPUTS, grad0, grad1, grad2, grad3, COUNT)
+        y = load_rows(source, row, at, length, OUTPUTS, tl.multiple_of(k % OUTPUTS, 16), BLOCK_O)
+        part = load_weight(w, k, C, BLOCK_O, C)
+        grad = tl.dot(y.to(w.dtype.element_ty), part, grad, input_precision=PRECISION)
     if HEADS > 0:
         offsets, exists = _heads(b, start, at, length, L, HEADS, BLOCK_H)
         y = tl.trans(tl.load(grad_heads + offsets, mask=exists, other=0.0))
         part = _head_weight(w_heads, C, HEADS, BLOCK_H)
         grad = tl.dot(y.to(w_heads.dtype.element_ty), part, grad, input_precision=PRECISION)
-    grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
     x_hat, rstd = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
-    store_rows(grad_x, row, at, length, C, 0, normalize_gradient(grad, x_hat, rstd, 1), C)
+    store_rows(x_hats, row, at, length, C, 0, x_hat, C)
+    grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
+    grad = normalize_gradient(grad, x_hat, rstd, 1)
+    if OTHER:
+        grad += load_rows(other, row, at, length, C, 0, C)
+    store_rows(grad_x, row, at, length, C, 0, grad, C)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, block, ceil_div, configuration, in_dtype, options
+from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, in_dtype, options
 from megafold.evofusion.norm_project import kernels
-from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, through_norm
+from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, gradients_through_norm
 
 MOST = 4
 """Projections by rows that one call may have."""
@@ -35,7 +35,7 @@ def forward(
     with triton_support.device_guard(x.device):
         kernels.project_kernel[(batch * ceil_div(length, config["block_l"]),)](
             x, norm_weight, x if norm_bias is None else norm_bias, w, x if bias is None else bias, w_heads, *rows,
-            heads, length, outputs, EPS, HAS_BETA=norm_bias is not None, HAS_BIAS=bias is not None,
+            heads, length, EPS, HAS_BETA=norm_bias is not None, HAS_BIAS=bias is not None,
             **_constants(config, width, outputs, count, number), **options(config),
         )  # fmt: skip
     return (*rows, heads)
@@ -56,42 +56,54 @@ def backward(
     x, (batch, length, width) = x.contiguous(), _sizes(x)
     outputs = 0 if weight is None else weight.shape[0] // count
     number = 0 if head_weight is None else head_weight.shape[0]
-    rows = [x.new_zeros((*x.shape[:-1], outputs), dtype=dtype) if g is None else g.contiguous() for g in grads[:count]]
+    rows = [x.new_zeros((*x.shape[:-1], outputs), dtype=dtype) if g is None else aligned(g) for g in grads[:count]]
     heads = x
     if number:
         shape = (batch, number, *x.shape[1:-1])
         heads = x.new_zeros(shape, dtype=dtype) if grads[MOST] is None else grads[MOST].contiguous()
     w, w_heads = _weights(weight, head_weight, x, dtype)
     config = configuration("norm_project_gradient", dtype, x.device)
-    grad_x = torch.empty_like(x)
+    grad_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     with triton_support.device_guard(x.device):
         kernels.gradient_kernel[(batch * ceil_div(length, config["block_l"]),)](
-            x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, grad_x, length, outputs, EPS,
-            **_constants(config, width, outputs, count, number), **options(config),
+            x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, x, grad_x, normed, length, EPS,
+            OTHER=False, **_constants(config, width, outputs, count, number), **options(config),
         )  # fmt: skip
-        sums = Rows(batch, 1, length, count * outputs + number, width, x.device, dtype)
-        flat = by_rows(x.view(batch, 1, length, width))
-        for p, grad in enumerate(rows):
-            sums.add(by_rows(grad.view(batch, 1, length, outputs)), flat, outputs, p * outputs, norm=True)
+        normed = by_rows(normed.view(batch, 1, length, width))
+        parts = []
+        if count:
+            sums = Rows(batch, 1, length, weight.shape[0], width, x.device, dtype)
+            sums.add([by_rows(grad.view(batch, 1, length, outputs)) for grad in rows], normed, outputs)
+            parts.append(sums.part(weight))
         if number:
-            columns = Operand(heads, number * length, 0, length, columns=True)
-            sums.add(columns, flat, number, count * outputs, norm=True)
-        products, totals = sums.finish()
-        given = [t for t in (weight, head_weight) if t is not None]
-        *grad_weights, grad_gamma, grad_beta = (
-            *through_norm(products, totals, given, norm_weight, norm_bias),
-            *([] if norm_bias is not None else [x.new_empty(0)]),
-        )
+            sums = Rows(batch, 1, length, number, width, x.device, dtype)
+            sums.add(Operand(heads, number * length, 0, length, columns=True), normed, number)
+            parts.append(sums.part(head_weight))
+        grad_weights, totals, of_norm = gradients_through_norm(parts, norm_weight, norm_bias)
     none = x.new_empty(0)
-    split = count * outputs
     return (
         grad_x,
-        grad_gamma,
-        grad_beta,
+        of_norm[0],
+        none if norm_bias is None else of_norm[1],
         none if weight is None else grad_weights[0],
-        none if bias is None else totals[:split, 0].to(bias.dtype),
+        none if bias is None else totals[0].to(bias.dtype),
         grad_weights[-1] if number else none,
     )
+
+
+def input_gradient(
+    grad: Tensor, x: Tensor, norm_weight: Tensor, w: Tensor, other: Tensor | None, grad_x: Tensor, normed: Tensor
+) -> None:
+    """Gradient of rows x [M, C] from that of one projection [M, O], plus `other`, into `grad_x`; `normed` like it.
+
+    All contiguous; w [O, C] in the dtype of products, which `grad` and `normed` have, too.
+    """
+    config = configuration("norm_project_gradient", w.dtype, x.device)
+    length, width = x.shape
+    kernels.gradient_kernel[(ceil_div(length, config["block_l"]),)](
+        x, norm_weight, w, w, grad, x, x, x, x, x if other is None else other, grad_x, normed, length, EPS,
+        OTHER=other is not None, **_constants(config, width, w.shape[0], 1, 0), **options(config),
+    )  # fmt: skip
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
@@ -109,6 +121,7 @@ def _weights(weight: Tensor | None, head_weight: Tensor | None, x: Tensor, dtype
 def _constants(config: dict, width: int, outputs: int, count: int, heads: int) -> dict[str, object]:
     return {
         "C": width,
+        "OUTPUTS": outputs or 16,
         "BLOCK_L": config["block_l"],
         "BLOCK_O": block(config, "block_o", outputs) if outputs else 16,
         "BLOCK_H": max(16, 1 << (heads - 1).bit_length()) if heads else 16,

@@ -1,7 +1,7 @@
 """Kernels of the transition for rows that a program holds whole; the wide intermediate stays in registers.
 
 w_in [2 I, C]: values, then gates; w_out [C, I]. The backward stores gradients of values and gates [M, 2 I] and the
-gated values [M, I] for the weights' gradients.
+gated values [M, I]: what is left are gradients of plain projections.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton.language as tl
 from megafold.evofusion.tiles import (
     affine,
     load_rows,
+    load_rows_again,
     load_weight,
     normalize,
-    normalize_gradient,
     sigmoid,
     store_rows,
 )
@@ -53,42 +53,32 @@ def transition_kernel(
         hidden = (values * gates * sigmoid(gates)).to(w_out.dtype.element_ty)
         y = tl.dot(hidden, tl.trans(_out_weight(w_out, n, INNER, C, BLOCK_O)), y, input_precision=PRECISION)
     if RESIDUAL:
-        y += load_rows(x, row, at, length, C, 0, C)
+        y += load_rows_again(x, row, at, length, C, 0, C)
     store_rows(out, row, at, length, C, 0, y, C)
 
 
 @triton.jit
 def gradient_kernel(
-    grad_out, x, gamma, beta, w_in, w_out, hidden, grads, grad_x, M, INNER, eps,
-    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+    grad_out, x, gamma, beta, w_in, w_out, hidden, grads, upstream, M, INNER, eps,
+    C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L rows of the gradient of x, of `grads` [M, 2 INNER] and of `hidden` [M, INNER]."""
+    """One program: BLOCK_L rows of `grads` [M, 2 INNER] and `hidden` [M, INNER]; with COPY also of `upstream` [M, C]:
+    grad_out in the dtype of products."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_L
     length = M - row
     at = tl.arange(0, BLOCK_L)
     normed = _normed(x, gamma, beta, row, at, length, eps, C, NORM).to(w_in.dtype.element_ty)
-    upstream = load_rows(grad_out, row, at, length, C, 0, C).to(w_in.dtype.element_ty)
-    grad = tl.zeros([BLOCK_L, C], tl.float32)
+    above = load_rows(grad_out, row, at, length, C, 0, C).to(w_in.dtype.element_ty)
+    if COPY:
+        store_rows(upstream, row, at, length, C, 0, above, C)
     for n in range(0, INNER, BLOCK_O):
-        w_values = load_weight(w_in, n, C, BLOCK_O, C)
-        w_gates = load_weight(w_in, INNER + n, C, BLOCK_O, C)
-        values = tl.dot(normed, tl.trans(w_values), input_precision=PRECISION)
-        gates = tl.dot(normed, tl.trans(w_gates), input_precision=PRECISION)
-        grad_h = tl.dot(upstream, _out_weight(w_out, n, INNER, C, BLOCK_O), input_precision=PRECISION)
+        values = tl.dot(normed, tl.trans(load_weight(w_in, n, C, BLOCK_O, C)), input_precision=PRECISION)
+        gates = tl.dot(normed, tl.trans(load_weight(w_in, INNER + n, C, BLOCK_O, C)), input_precision=PRECISION)
+        grad = tl.dot(above, _out_weight(w_out, n, INNER, C, BLOCK_O), input_precision=PRECISION)
         s = sigmoid(gates)
         silu = gates * s
         store_rows(hidden, row, at, length, INNER, n, values * silu, BLOCK_O)
-        grad_v = (grad_h * silu).to(w_in.dtype.element_ty)
-        store_rows(grads, row, at, length, 2 * INNER, n, grad_v, BLOCK_O)
-        grad = tl.dot(grad_v, w_values, grad, input_precision=PRECISION)
-        grad_g = (grad_h * values * (s + silu * (1.0 - s))).to(w_in.dtype.element_ty)
-        store_rows(grads, row, at, length, 2 * INNER, INNER + n, grad_g, BLOCK_O)
-        grad = tl.dot(grad_g, w_gates, grad, input_precision=PRECISION)
-    if NORM:
-        grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
-        x_hat, rstd = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
-        grad = normalize_gradient(grad, x_hat, rstd, 1)
-    if RESIDUAL:
-        grad += load_rows(grad_out, row, at, length, C, 0, C)
-    store_rows(grad_x, row, at, length, C, 0, grad, C)
+        store_rows(grads, row, at, length, 2 * INNER, n, grad * silu, BLOCK_O)
+        grad *= values * (s + silu * (1.0 - s))
+        store_rows(grads, row, at, length, 2 * INNER, INNER + n, grad, BLOCK_O)

@@ -12,10 +12,11 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, in_dtype, options, round_up
+from megafold.evofusion.norm_project.launch import input_gradient
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import padded
 from megafold.evofusion.transition import kernels
-from megafold.evofusion.weight_gradient import Rows, by_rows, through_norm
+from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
 
 CHUNK_ELEMENTS = 1 << 28
 """Most elements of the intermediate's gradients at once: 512 MiB in 16-bit."""
@@ -36,11 +37,11 @@ def forward(
     with triton_support.device_guard(x.device):
         if is_wide(x, in_weight):
             return out, _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out)
-        config, constants = _narrow("transition", x, norm_weight, in_weight, residual, dtype)
+        config, constants = _narrow("transition", x, norm_weight, in_weight, dtype)
         rows = x.numel() // x.shape[-1]
         kernels.transition_kernel[(ceil_div(rows, config["block_l"]),)](
             x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out, rows,
-            in_weight.shape[0] // 2, EPS, **constants, **options(config),
+            in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config),
         )  # fmt: skip
     return out, x.new_empty(0, dtype=dtype)
 
@@ -60,14 +61,14 @@ def backward(
     x, grad_out = x.contiguous(), grad_out.contiguous()
     run = _wide_backward if is_wide(x, in_weight) else _narrow_backward
     with triton_support.device_guard(x.device):
-        grad_x, grad_in, sums, grad_out_weight = run(
+        grad_x, of_in, grad_out_weight = run(
             grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
         )
-        grads = (grad_in.to(in_weight.dtype), x.new_empty(0), x.new_empty(0))
-        if norm_weight is not None:
-            grads = through_norm(grad_in, sums, (in_weight,), norm_weight, norm_bias)
-    grad_in, grad_gamma, grad_beta = grads
-    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.to(out_weight.dtype)
+        if norm_weight is None:
+            grad_in, grad_gamma, grad_beta = of_in.products.sum(0).to(in_weight.dtype), x.new_empty(0), x.new_empty(0)
+        else:
+            (grad_in,), _, (grad_gamma, grad_beta) = gradients_through_norm([of_in], norm_weight, norm_bias)
+    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.to(out_weight.dtype).contiguous()
 
 
 def is_wide(x: Tensor, in_weight: Tensor) -> bool:
@@ -76,7 +77,7 @@ def is_wide(x: Tensor, in_weight: Tensor) -> bool:
 
 
 def _narrow(
-    kernel: str, x: Tensor, norm_weight: Tensor | None, in_weight: Tensor, residual: bool, dtype: torch.dtype
+    kernel: str, x: Tensor, norm_weight: Tensor | None, in_weight: Tensor, dtype: torch.dtype
 ) -> tuple[dict, dict]:
     config = configuration(kernel, dtype, x.device)
     constants = {
@@ -84,7 +85,6 @@ def _narrow(
         "BLOCK_L": config["block_l"],
         "BLOCK_O": block(config, "block_o", in_weight.shape[0] // 2),
         "NORM": norm_weight is not None,
-        "RESIDUAL": residual,
         "PRECISION": triton_support.float32_precision(),
     }
     return config, constants
@@ -101,24 +101,35 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
     chunks = ceil_div(3 * inner * count, CHUNK_ELEMENTS)
     chunk = ceil_div(count, chunks)
     chunks = ceil_div(count, chunk)
-    grad_x = torch.empty_like(x)
+    grad_x, norm = torch.empty_like(x), norm_weight is not None
     w_in, w_out = in_dtype(dtype, in_weight, out_weight)
-    config, constants = _narrow("transition_gradient", x, norm_weight, in_weight, residual, dtype)
+    config, constants = _narrow("transition_gradient", x, norm_weight, in_weight, dtype)
     hidden = x.new_empty((chunk, inner), dtype=dtype)
     grads = x.new_empty((chunk, 2 * inner), dtype=dtype)
+    copies = grad_out.dtype != dtype
+    above = x.new_empty((chunk, width), dtype=dtype) if copies else grad_rows
+    normed = x.new_empty((chunk, width), dtype=dtype) if norm else x_rows
     of_in = Rows(1, 1, chunk, 2 * inner, width, x.device, dtype, shares=chunks)
-    of_out = Rows(1, 1, chunk, width, inner, x.device, dtype, shares=chunks)
+    of_out = []
     for share in range(chunks):
         part = slice(share * chunk, min(count, (share + 1) * chunk))
         size = part.stop - part.start
+        source, upstream = normed if norm else x_rows[part], above if copies else grad_rows[part]
         kernels.gradient_kernel[(ceil_div(size, config["block_l"]),)](
-            grad_rows[part], x_rows[part], *_vectors(x, norm_weight, norm_bias), w_in, w_out, hidden, grads,
-            grad_x.view(-1, width)[part], size, inner, EPS, **constants, **options(config),
+            grad_rows[part], x_rows[part], *_vectors(x, norm_weight, norm_bias), w_in, w_out, hidden, grads, upstream,
+            size, inner, EPS, COPY=copies, **constants, **options(config),
         )  # fmt: skip
-        of_in.add(by_rows(grads), by_rows(x_rows[part]), 2 * inner, norm=constants["NORM"], share=share, length=size)
-        upstream = grad_rows[part].to(dtype)
-        of_out.add(by_rows(upstream), by_rows(hidden), width, norm=False, share=share, length=size)
-    return grad_x, *of_in.finish(), of_out.finish()[0]
+        other = grad_rows[part] if residual else None
+        grad_rows_x = grad_x.view(-1, width)[part]
+        if norm:
+            input_gradient(grads[:size], x_rows[part], norm_weight, w_in, other, grad_rows_x, normed)
+        elif other is None:
+            grad_rows_x.copy_(grads[:size] @ w_in)
+        else:
+            torch.add(other, grads[:size] @ w_in, out=grad_rows_x)
+        of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size)
+        of_out.append(product_over_rows(upstream[:size], hidden[:size]))
+    return grad_x, of_in.part(in_weight), of_out[0] if chunks == 1 else torch.stack(of_out).sum(0)
 
 
 def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -188,10 +199,11 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
     source = _wide_input(x, norm, dtype)
     halves = [half[:inner, :width] for half in (grad_pre.mT @ source).chunk(2)]
-    sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)]).unsqueeze(1)
+    sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)])
+    of_in = Part(in_weight, torch.cat(halves).float().unsqueeze(0), sums.unsqueeze(0))
     grad = grad_pre @ w_in
     if norm:
         grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)
     else:
         grad_x = grad[:, :width] + grad_out.view(-1, width) if residual else grad[:, :width]
-    return grad_x.to(x.dtype).reshape(x.shape), torch.cat(halves).float(), sums, grad_out_weight
+    return grad_x.to(x.dtype).contiguous().view(x.shape), of_in, grad_out_weight
