@@ -98,6 +98,8 @@ class OfflineKernel:
 
     registers: per thread (VGPRs on AMD). spill_bytes: stack used by spilled registers. shared_bytes: shared memory or
     LDS. matrix_instructions: MFMA, MMA or WGMMA in the machine code. swap_loops: compare-and-swap instructions.
+    loop_spills: loads and stores of spilled registers between the matrix instructions of the innermost loops (NVIDIA);
+    the others move once a program.
     """
 
     registers: int
@@ -105,6 +107,7 @@ class OfflineKernel:
     shared_bytes: int
     matrix_instructions: int
     swap_loops: int
+    loop_spills: int = 0
 
 
 SHARED_MEMORY_CAP = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
@@ -139,7 +142,8 @@ def compile_offline(
         if divisible:
             attributes[(position,)] = [["tt.divisibility", int(divisible)]]
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(ASTSource(kernel, types, values, attributes), target=target, options=dict(options))
+    source = _gluon_source() if _is_gluon(kernel) else ASTSource
+    compiled = triton.compile(source(kernel, types, values, attributes), target=target, options=dict(options))
     shared = compiled.metadata.shared
     if amd:
         text = compiled.asm["amdgcn"]
@@ -157,7 +161,37 @@ def compile_offline(
         shared_bytes=shared,
         matrix_instructions=len(re.findall(r"\b(?:H|UTCH|UTC\w*|Q|I)G?MMA\b|\bUTCHMMA\b", code)),
         swap_loops=len(re.findall(r"\b(?:ATOM|RED)\w*\.[\w.]*CAS", code)),
+        loop_spills=_loop_spills(code),
     )
+
+
+def _loop_spills(code: str) -> int:
+    """Local loads and stores between the matrix instructions of the innermost loops of a disassembled kernel."""
+    lines, labels, loops = [], {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label.group(1)] = len(lines)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*);", line):
+            lines.append(instruction.group(1))
+    for end, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        start = labels.get(target.group(1), end + 1) if target else end + 1
+        products = [at for at in range(start, end + 1) if "GMMA" in lines[at]]
+        if products:
+            loops.append((start, end, products[0], products[-1]))
+    innermost = [a for a in loops if not any(b is not a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    tiles = [line for _, _, first, last in innermost for line in lines[first:last]]
+    return sum(bool(re.search(r"\b(?:LDL|STL)\b", line)) for line in tiles)
+
+
+def _is_gluon(kernel) -> bool:
+    return type(kernel).__module__.startswith("triton.experimental.gluon")
+
+
+def _gluon_source() -> type:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _nvidia_tool(cubin: bytes, tool: str, *arguments: str) -> str:

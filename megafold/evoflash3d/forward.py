@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evoflash3d.launch import Problem, as_like, options, output_like
+from megafold.evoflash3d.launch import Problem, as_like, hopper_kernels, options, output_like
 from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bias, load_tile, store_tile
 
 
@@ -99,9 +99,12 @@ def launch_forward(
         return torch.zeros_like(q), lse.fill_(float("-inf"))
     problem = Problem(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
     config = problem.config("forward") if config is None else config
-    programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     with triton_support.device_guard(q.device):
-        forward_kernel[(programs,)](
-            **problem.arguments(config), out=out, lse=lse, **problem.strides("o", out), **options(config)
-        )
+        if hopper := hopper_kernels(problem, config):
+            hopper.launch_forward(problem, out, lse, config["gluon"])
+        else:
+            programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
+            forward_kernel[(programs,)](
+                **problem.arguments(config), out=out, lse=lse, **problem.strides("o", out), **options(config)
+            )
     return as_like(out, q), lse

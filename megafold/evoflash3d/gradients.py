@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evoflash3d.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
-from megafold.evoflash3d.launch import Problem, as_like, block_d, last_contiguous, options, output_like
+from megafold.evoflash3d.launch import Problem, as_like, block_d, hopper_kernels, last_contiguous, options, output_like
 
 MAX_CHUNKS = 8
 """Most partial sums of d(bias); each takes H N^2 numbers in fp32."""
@@ -75,6 +75,9 @@ def statistics(
 def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict) -> Tensor:
     """dq [B, R, H, NQ, D]."""
     dq = output_like(q)
+    if hopper := hopper_kernels(problem, config, gradients):
+        hopper.launch_queries(problem, gradients, dq, config["gluon"])
+        return as_like(dq, q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     queries_kernel[(programs,)](
         **problem.arguments(config, gradients, tiled_statistics=False),
@@ -90,6 +93,9 @@ def key_gradients(
 ) -> tuple[Tensor, Tensor]:
     """dk and dv [B, R, H, NK, D]."""
     dk, dv = output_like(k), output_like(v)
+    if hopper := hopper_kernels(problem, config, gradients):
+        hopper.launch_keys(problem, gradients, dk, dv, config["gluon"])
+        return as_like(dk, k), as_like(dv, v)
     programs = triton.cdiv(problem.NK, config["block_j"]) * problem.R * problem.H * problem.B
     keys_kernel[(programs,)](
         **problem.arguments(config, gradients, transposed_bias=True), dk=dk, dv=dv,
@@ -100,17 +106,24 @@ def key_gradients(
 
 def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, config: dict) -> Tensor:
     """d(bias) [B, H, NQ, NK] in the dtype of the bias."""
-    tiles = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.NK, config["block_j"])
-    tiles *= problem.B * problem.H
+    if hopper := hopper_kernels(problem, config, gradients):
+        config = config["gluon"]
+        tiles = hopper.bias_tiles(problem, config)
+    else:
+        tiles = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.NK, config["block_j"])
+        tiles *= problem.B * problem.H
     slots = config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)
     rows_per_chunk = triton.cdiv(problem.R, chunk_count(tiles, slots, problem.R))
     chunks = triton.cdiv(problem.R, rows_per_chunk)
     shape = (problem.B, problem.H, problem.NQ, problem.NK)
     partial = bias.new_empty((chunks, *shape), dtype=torch.float32 if chunks > 1 else bias.dtype)
-    bias_kernel[(tiles * chunks,)](
-        **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
-        B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
-    )  # fmt: skip
+    if hopper:
+        hopper.launch_bias(problem, gradients, partial, rows_per_chunk, config)
+    else:
+        bias_kernel[(tiles * chunks,)](
+            **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
+            B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
+        )  # fmt: skip
     result = partial.sum(0).to(bias.dtype) if chunks > 1 else partial[0]
     return as_like(result, bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -108,8 +109,11 @@ class Problem:
 
     def _uses_tma(self, config: dict, tensors: dict[str, Tensor]) -> bool:
         """Whether this configuration wants the copy engine, and it can read these tensors and the bias."""
-        if not config.get("tma") or (self.bias is not None and self.bias.element_size() != 2):
-            return False
+        wanted = config.get("tma") and (self.bias is None or self.bias.element_size() == 2)
+        return bool(wanted) and self.copy_engine_serves(tensors)
+
+    def copy_engine_serves(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether TMA can read these tensors, by name; each is looked at once."""
         for name, tensor in tensors.items():
             if name not in self._readable:
                 self._readable[name] = copy_engine_reads(tensor)
@@ -170,6 +174,42 @@ class Problem:
         }
 
 
+def hopper_kernels(problem: Problem, config: dict, gradients: dict[str, Tensor] | None = None) -> ModuleType | None:
+    """`hopper.launch` where the table wants the Hopper kernels and they serve the call, else None."""
+    if "gluon" not in config or not has_gluon() or not hopper_serves(problem, gradients):
+        return None
+    from megafold.evoflash3d.hopper import launch
+
+    return launch
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the Gluon that the Hopper kernels are written in: 3.6 and later."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+def hopper_serves(problem: Problem, gradients: dict[str, Tensor] | None = None) -> bool:
+    """Whether the Hopper kernels can compute the call.
+
+    They take 16-bit inputs that the copy engine can read, a bias in the same dtype, head dims whose tile is 32
+    or 64 wide, no mask that differs between rows, and no dropout.
+    """
+    tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
+    if gradients is not None:
+        tensors["grad_out"] = gradients["grad_out"]
+    return (
+        problem.bias is not None
+        and problem.bias.dtype == problem.q.dtype
+        and problem.mask is None
+        and problem.dropout_p == 0.0
+        and 16 < problem.D <= 64
+        and problem.copy_engine_serves(tensors)
+    )
+
+
 def copy_engine_reads(tensor: Tensor) -> bool:
     """Whether TMA can read a [B, R, H, N, D] tensor: 16-bit elements, address and strides multiples of 16 bytes."""
     return (
@@ -189,6 +229,7 @@ def row_descriptor(tensor: Tensor, block: int) -> TensorDescriptor:
 def pad_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous [B, H, NQ, NK] padded to multiples of PADDING, with -inf at padded keys; bf16 when `dtype` is."""
     bias = bias.to(torch.bfloat16) if dtype == torch.bfloat16 else bias
+    bias = bias if bias.data_ptr() % 16 == 0 else bias.clone()  # the copy engine wants aligned addresses
     rows, columns = (-size % PADDING for size in bias.shape[-2:])
     if not rows and not columns:
         return bias.contiguous()

@@ -13,10 +13,12 @@ pytest.importorskip("triton")
 
 from megafold import triton_support
 from megafold.evoflash3d import portability
+from megafold.evoflash3d.hopper import offline
 from megafold.evoflash3d.launch import LENGTH_BUCKETS, PADDING
 from megafold.testing import SHARED_MEMORY_CAP, OfflineKernel
 
-CASES = list(portability.cases(full=os.environ.get("MEGAFOLD_GATE") == "full"))
+FULL = os.environ.get("MEGAFOLD_GATE") == "full"
+CASES = [*portability.cases(full=FULL), *offline.cases(full=FULL)]
 
 
 @pytest.mark.gate

@@ -243,6 +243,85 @@ def test_more_than_two_to_the_31_elements():
     assert all(r.ok for r in check_budget(kernel, eager, exact))
 
 
+@pytest.fixture
+def hopper_launches(monkeypatch):
+    """Names of the Hopper kernels that were launched, in order; skips on other devices."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels for sm_90")
+    from megafold.evoflash3d.hopper import launch
+
+    names = []
+    for kernel in ("forward", "queries", "keys", "bias"):
+        original = getattr(launch, f"launch_{kernel}")
+
+        def recorded(*args, kernel=kernel, original=original):
+            names.append(kernel)
+            return original(*args)
+
+        monkeypatch.setattr(launch, f"launch_{kernel}", recorded)
+    return names
+
+
+@pytest.mark.parametrize("layout", ["projection", "columns"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3, 2, 130, 130, 32), (1, 9, 4, 384, 384, 32), (1, 1, 4, 17, 17, 32), (1, 5, 4, 48, 200, 32),
+        (1, 4, 4, 200, 64, 32), (2, 3, 4, 200, 200, 64), (1, 5, 16, 96, 97, 48), (1, 2, 2, 33, 1, 24),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hopper_kernels_error_budget(hopper_launches, shape, dtype, layout):
+    assert_in_budget(shape, dtype, layout=layout, bias_dtype=dtype)
+    assert sorted(hopper_launches) == ["bias", "forward", "keys", "queries"]
+
+
+def test_hopper_kernels_with_a_mask_that_all_rows_share(hopper_launches):
+    inputs = draw((2, 3, 4, 97, 97, 32), BF16) | {"bias": torch.randn(2, 4, 97, 97, device="cuda").to(BF16)}
+    mask = torch.rand(2, 1, 97, device="cuda") > 0.3
+    mask[1] = False
+    mask = mask.expand(2, 3, 97)
+    cotangent = torch.randn_like(inputs["q"])
+    kernel = outputs_and_gradients(evoflash3d, inputs, cotangent, mask=mask)
+    eager = outputs_and_gradients(eager_attention, inputs, cotangent, mask=mask)
+    wide = {n: t.double() for n, t in inputs.items()}
+    exact = outputs_and_gradients(eager_attention, wide, cotangent, mask=mask)
+    assert all(r.ok for r in check_budget(kernel, eager, exact))
+    assert not any(kernel[n][1].any() for n in ("out", "dq", "dk", "dv"))
+    assert len(hopper_launches) == 4
+
+
+@pytest.mark.parametrize("part", ["q", "bias", "cotangent"])
+def test_what_the_copy_engine_cannot_read_is_computed_all_the_same(hopper_launches, part):
+    inputs = draw((1, 3, 4, 128, 128, 32), BF16) | {"bias": torch.randn(1, 4, 128, 128, device="cuda").to(BF16)}
+    cotangent = torch.randn_like(inputs["q"]).contiguous()
+
+    def shifted(tensor):
+        """The same numbers at an address that is not a multiple of 16 bytes."""
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    if part == "cotangent":
+        cotangent = shifted(cotangent)
+    else:
+        inputs[part] = shifted(inputs[part])
+    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+    out = evoflash3d(**leaves)
+    found = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), cotangent)))
+    exact = outputs_and_gradients(eager_attention, {n: t.double() for n, t in inputs.items()}, cotangent)
+    assert all(relative_error(found[n], exact[f"d{n}"]) < 8e-3 for n in found)
+    assert len(hopper_launches) == {"q": 0, "bias": 4, "cotangent": 1}[part]
+
+
+def test_hopper_kernels_compile_to_one_graph(hopper_launches):
+    inputs = draw((1, 4, 4, 64, 64, 32), BF16) | {"bias": torch.randn(1, 4, 64, 64, device="cuda").to(BF16)}
+    leaves = [t.detach().requires_grad_() for t in inputs.values()]
+    out = torch.compile(evoflash3d, fullgraph=True, backend="aot_eager")(*leaves)
+    found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    plain = torch.autograd.grad(evoflash3d(*leaves), leaves, torch.ones_like(out))
+    assert all(map(torch.equal, found, plain)) and len(hopper_launches) == 8
+
+
 def test_kernels_are_what_ran():
     assert uses_kernels(torch.device("cuda", 0), BF16) and not uses_kernels(torch.device("cuda", 0), torch.float64)
     assert PHILOX_ROUNDS == 7  # as in tiles.keep_factor

@@ -1,0 +1,125 @@
+"""Host side of the Hopper kernels: which calls they serve, and how they are launched."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megafold import triton_support
+from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
+from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
+from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
+from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
+from megafold.evoflash3d.launch import Problem, block_d
+
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def launch_forward(problem: Problem, out: Tensor, lse: Tensor, config: dict) -> None:
+    """Fill `out` and `lse`. config: rows, block, stages, registers (of a thread that multiplies), programs_per_sm."""
+    held, block = _held(config), config["block"]
+    items, grid = _work(problem, problem.NQ, config)
+    forward_kernel_sm90[grid](
+        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
+        bias=_matrix(problem.bias, [held, block]), out=out, lse=lse, **problem.strides("o", out),
+        BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"],
+        head_dim=problem.D, **_common(problem, config),
+    )  # fmt: skip
+
+
+def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, config: dict) -> None:
+    """Fill dq."""
+    held, block = _held(config), config["block"]
+    items, grid = _work(problem, problem.NQ, config)
+    queries_kernel_sm90[grid](
+        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
+        grad_out=_rows(gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
+        lse2=gradients["lse2"], delta=gradients["delta"], dq=dq, **problem.strides("dq", dq),
+        BIAS_ROWS=problem.bias.shape[2], pitch=gradients["lse2"].shape[-1], items=items,
+        BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], FOLD=config.get("fold", False), head_dim=problem.D,
+        **_common(problem, config),
+    )  # fmt: skip
+
+
+def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: Tensor, config: dict) -> None:
+    """Fill dk and dv."""
+    held, block = _held(config), config["block"]
+    items, grid = _work(problem, problem.NK, config)
+    bias = problem.bias.transpose(-1, -2).contiguous()
+    keys_kernel_sm90[grid](
+        q=_rows(problem.q, block), k=_rows(problem.k, held), v=_rows(problem.v, held),
+        grad_out=_rows(gradients["grad_out"], block), bias=_matrix(bias, [held, block]),
+        lse2=_statistics(problem, gradients["lse2"], block), delta=_statistics(problem, gradients["delta"], block),
+        dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
+        BIAS_ROWS=bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
+        head_dim=problem.D, **_common(problem, config),
+    )  # fmt: skip
+
+
+def launch_bias(
+    problem: Problem, gradients: dict[str, Tensor], partial: Tensor, rows_per_chunk: int, config: dict
+) -> None:
+    """Fill `partial` [chunks, B, H, NQ, NK] with sums over chunks of rows."""
+    held, block = _held(config), config["block"]
+    items = partial.shape[0] * bias_tiles(problem, config)
+    bias_kernel_sm90[_grid(problem, items, config)](
+        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
+        grad_out=_rows(gradients["grad_out"], held), lse2=_statistics(problem, gradients["lse2"], held),
+        delta=_statistics(problem, gradients["delta"], held), bias=problem.bias, dbias=partial, B=problem.B,
+        BIAS_ROWS=problem.bias.shape[2], BIAS_COLUMNS=problem.bias.shape[3], rows_per_chunk=rows_per_chunk, items=items,
+        BLOCK_I=held, BLOCK_J=block, **_common(problem, config),
+    )  # fmt: skip
+
+
+def bias_tiles(problem: Problem, config: dict) -> int:
+    """Tiles of d(bias)."""
+    return triton.cdiv(problem.NQ, _held(config)) * triton.cdiv(problem.NK, config["block"]) * problem.B * problem.H
+
+
+def _held(config: dict) -> int:
+    """Queries (keys in `launch_keys`) of a row that a program holds."""
+    return 16 * config["warps"] * config["parts"]
+
+
+def _common(problem: Problem, config: dict) -> dict[str, object]:
+    return {
+        "R": problem.R, "H": problem.H, "NQ": problem.NQ, "NK": problem.NK, "scale": problem.scale,
+        "STAGES": config["stages"], "STEP": config["step"], "REGISTERS": config["registers"], "WARPS": config["warps"],
+        "PARTS": config["parts"], "D": block_d(problem.D),
+        "num_warps": config["warps"],
+    }  # fmt: skip
+
+
+def _work(problem: Problem, length: int, config: dict) -> tuple[int, tuple[int]]:
+    rows = triton.cdiv(problem.R, config["rows"])
+    items = triton.cdiv(length, _held(config)) * rows * problem.H * problem.B
+    return items, _grid(problem, items, config)
+
+
+def _grid(problem: Problem, items: int, config: dict) -> tuple[int]:
+    """Programs stay and walk over the items, so that the next item is fetched while one is finished."""
+    return (min(items, config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)),)
+
+
+def _rows(tensor: Tensor, block: int) -> TensorDescriptor:
+    # The stride of an axis of size 1 may be anything in PyTorch; the copy engine wants a multiple of 16 bytes.
+    strides = [s if size > 1 else 16 for size, s in zip(tensor.shape[:4], tensor.stride()[:4])]
+    return _descriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, 1, block, block_d(tensor.shape[-1])])
+
+
+def _matrix(bias: Tensor, block: list[int]) -> TensorDescriptor:
+    flat = bias.view(-1, bias.shape[-1])
+    return _descriptor(flat, list(flat.shape), list(flat.stride()), block)
+
+
+def _statistics(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
+    flat = tensor.view(-1, tensor.shape[-1])
+    return _descriptor(flat, [flat.shape[0], problem.NQ], list(flat.stride()), [1, block])
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[tensor.dtype])
+    return TensorDescriptor(tensor, shape, strides, block, layout)

@@ -1,0 +1,88 @@
+"""The Hopper kernels as cases of the portability gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from triton.experimental.gluon import language as gl
+
+from megafold import triton_support
+from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
+from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
+from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
+from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
+from megafold.testing import OfflineKernel, compile_offline
+
+KERNELS = {
+    "forward": forward_kernel_sm90,
+    "queries": queries_kernel_sm90,
+    "keys": keys_kernel_sm90,
+    "bias": bias_kernel_sm90,
+}
+TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+
+
+@dataclass(frozen=True)
+class HopperCase:
+    """One Hopper kernel to compile: kernel, dtype ("bf16" or "fp16"), head dim, the "gluon" part of a configuration."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    config: dict = field(hash=False)
+    arch: str = "sm_90"
+
+    def __str__(self) -> str:
+        return f"sm_90-hopper-{self.kernel}-{self.dtype}-D{self.head_dim}-{self.config['block']}"
+
+    def compile(self) -> OfflineKernel:
+        """Compile for lengths and strides that are multiples of 16, as the copy engine needs them.
+
+        What counts as spilled is what moves in the loops over tiles: a group of warps starts with fewer registers than
+        it works with, and some numbers that it needs once wait in memory meanwhile.
+        """
+        kernel, block = KERNELS[self.kernel], self.config["block"]
+        held = 16 * self.config["warps"] * self.config["parts"]
+        rows, columns = (block, held) if self.kernel == "keys" else (held, block)
+        constants = {
+            "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
+            "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
+            "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
+            "FOLD": self.config.get("fold", False),
+        }  # fmt: skip
+        signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
+        for name, length in (("q", rows), ("grad_out", rows), ("k", columns), ("v", columns)):
+            signature[name] = _descriptor([1, 1, 1, length, self.head_dim], self.dtype)
+        signature["bias"] = _descriptor([held, block], self.dtype)
+        statistics = {"forward": "*fp32:16", "queries": "*fp32:16"}.get(self.kernel, _descriptor([1, rows], "fp32"))
+        signature |= dict.fromkeys(("lse2", "delta"), statistics) | dict.fromkeys(("lse", "dbias"), "*fp32:16")
+        if self.kernel == "bias":
+            signature["bias"] = f"*{self.dtype}:16"
+        for name in kernel.arg_names:
+            output = name in ("out", "dq", "dk", "dv")
+            signature.setdefault(name, f"*{self.dtype}:16" if output else "i32:16" if len(name) > 1 else "i32")
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        compiled = compile_offline(kernel, signature, constants, self.arch, {"num_warps": self.config["warps"]})
+        return replace(compiled, spill_bytes=4 * compiled.loop_spills)
+
+
+def cases(full: bool = False) -> Iterator[HopperCase]:
+    """Distinct cases of the shipped table; unless `full`, one configuration of each kernel and head dim, in bf16."""
+    seen = set()
+    for kernel, by_bits in triton_support.shipped_table("evoflash3d", "sm_90")["configs"].items():
+        for dim, by_length in by_bits["16"].items():
+            for length, config in by_length.items():
+                if "gluon" not in config or not (full or length == "1024"):
+                    continue
+                for dtype in ("bf16", "fp16") if full else ("bf16",):
+                    case = HopperCase(kernel, dtype, int(dim[1:]), config["gluon"])
+                    key = (str(case), tuple(sorted(case.config.items())))
+                    if key not in seen:
+                        seen.add(key)
+                        yield case
+
+
+def _descriptor(block: list[int], dtype: str) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[dtype])
+    return f"tensordesc<{dtype}{block},{layout!r}>"
