@@ -45,6 +45,7 @@ class DataConfig:
         crop_size: tokens kept of a larger structure.
         msa_depth: alignment rows drawn for a step.
         entries: names of cached entries to use; all of them when left out.
+        clusters: tables of clusters (CSV, see `megafold.evopipe.clusters`) that weight entries, chains and interfaces.
     """
 
     cache: Path | None = None
@@ -54,6 +55,7 @@ class DataConfig:
     batch_size: int = limited(1, least=1)
     workers: int = limited(0, least=0)
     entries: tuple[str, ...] | None = None
+    clusters: tuple[str, ...] | None = None
     shuffle: bool = True
 
 
@@ -118,6 +120,8 @@ class TrainConfig:
         free = ("output", "steps", "checkpoint", "parallel", "file", "max_skipped_in_a_row")
         chosen = {name: value for name, value in asdict(self).items() if name not in free}
         chosen["data"].pop("workers")
+        if self.data.clusters is None:
+            chosen["data"].pop("clusters")
         if not self.confidence_every:  # runs from before it could be set go on
             chosen.pop("confidence_every")
         return json.loads(json.dumps(chosen, default=str))

@@ -119,6 +119,7 @@ def open_stream(
         entries=list(data.entries) if data.entries is not None else None,
         labels=config.workload != "core",
         shuffle=data.shuffle,
+        clusters=data.clusters,
         compact=True,  # the trainer expands it on its device
     )
 
@@ -152,7 +153,7 @@ def _cached(loader: DataLoader, epoch: int, skip: int, step: int = 1) -> Iterato
             worker_init_fn=loader.worker_init_fn,
         )
     for number, batch in zip(places, loader):
-        names = [loader.dataset.entries[index] for index in order[number * size : (number + 1) * size]]
+        names = [loader.dataset.name_of(index) for index in order[number * size : (number + 1) * size]]
         yield {**batch, "filepath": names}
 
 

@@ -117,6 +117,24 @@ def test_order_of_draws_is_a_function_of_seed_and_epoch(sample_cache, tables):
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(4)}) > 2
 
 
+@pytest.mark.filterwarnings("ignore:.*in no table of clusters")
+def test_training_draws_by_clusters_and_resumes(sample_cache, tables, tmp_path):
+    from megafold.train.config import DataConfig, TrainConfig
+    from megafold.train.examples import open_stream
+
+    data = DataConfig(cache=sample_cache, crop_size=16, msa_depth=1, clusters=tuple(map(str, tables)))
+    config = TrainConfig(output=tmp_path, steps=1, data=data)
+    stream = open_stream(config, {})
+    batches = [next(stream) for _ in range(12)]  # beyond the nine of an epoch
+    names = [name for batch in batches for name in batch["filepath"]]
+    assert {"1kd8-assembly1", "2q2k-assembly1"} <= set(names) <= {"1kd8-assembly1", "2q2k-assembly1", "4zey-assembly1"}
+    again = open_stream(config, {})
+    again.seek({"epoch": 0, "position": 5})
+    assert all(torch.equal(next(again)["atom_pos"], batch["atom_pos"]) for batch in batches[5:])
+    without = TrainConfig(output=tmp_path, steps=1, data=DataConfig(cache=sample_cache))
+    assert "clusters" in config.trajectory()["data"] and "clusters" not in without.trajectory()["data"]
+
+
 def test_no_entry_of_weight_zero_is_drawn():
     found = clusters.draw_entries(np.array([0.0, 1.0, 0.0, 2.0, 0.0]), 5000, np.random.default_rng(0))
     assert set(found) == {1, 3} and abs(found.count(3) / 5000 - 2 / 3) < 0.03
