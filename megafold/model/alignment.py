@@ -75,7 +75,7 @@ def rigid_align(
     mask: Tensor | None = None,
     return_transforms: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """``WeightedRigidAlign.forward`` (AF3 algorithm 28): true onto predicted coordinates, both [B, M, 3], in fp32.
+    """``WeightedRigidAlign.forward`` (AF3 algorithm 28): true onto predicted coordinates, both [B, M, 3], in fp64.
 
     weights [B, M], mask [B, M]. The stock module waits for the device's solver, for its status and for a warning about
     the rank; here a GPU is not waited for. Coordinates that are not finite give NaN there.
@@ -83,8 +83,11 @@ def rigid_align(
     Raises:
         torch.linalg.LinAlgError: on a CPU, for coordinates that are not finite.
     """
+    dtype = true_coords.dtype
     with torch.no_grad(), torch.autocast(pred_coords.device.type, enabled=False):
-        weights = torch.ones_like(pred_coords[..., 0]) if weights is None else weights
+        # What is wrong here is wrong in the same way for all atoms, and so in every gradient.
+        pred_coords, true_coords = pred_coords.double(), true_coords.double()
+        weights = torch.ones_like(pred_coords[..., 0]) if weights is None else weights.double()
         if mask is not None:
             pred_coords, true_coords = (t.masked_fill(~mask.unsqueeze(-1), 0.0) for t in (pred_coords, true_coords))
             weights = weights.masked_fill(~mask, 0.0)
@@ -94,11 +97,11 @@ def rigid_align(
         centred = true_coords - true_centre
         covariance = ((weights * centred).unsqueeze(-1) * (pred_coords - pred_centre).unsqueeze(-2)).sum(dim=1)
         rotation = (_rotation if covariance.device.type == "cpu" else rotation_by_squaring)(covariance)
-        aligned = rotated(centred, rotation) + pred_centre
+        aligned = (rotated(centred, rotation) + pred_centre).to(dtype)
         if not return_transforms:
             return aligned
         # The stock module turns the predicted centre here, not the true one.
-        return aligned, rotation, true_centre - rotated(pred_centre, rotation)
+        return aligned, rotation.to(dtype), (true_centre - rotated(pred_centre, rotation)).to(dtype)
 
 
 def _rotation(covariance: Tensor) -> Tensor:

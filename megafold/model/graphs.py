@@ -15,11 +15,10 @@ dropped with its buffers; one of another length is recorded when it comes again.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -120,37 +119,6 @@ class Emulated:
 
     def seek(self, position: Tensor) -> None:
         torch.set_rng_state(position)
-
-
-class Fork:
-    """Two branches of a block that do not depend on each other run at once where they are captured, else in turn.
-
-    The backward of each runs beside that of the other, too: autograd follows the streams of the forward.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        self._side = _side_stream() if captured else None
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """The branch of few and small kernels; the other follows."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def join(self) -> None:
-        """From here on both branches are done."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-
-
-@functools.cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=-1)  # small kernels go first: they hardly delay the large ones
 
 
 class BlockGraphs:

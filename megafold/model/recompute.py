@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megafold.model.graphs import GRAPHS, Fork
+from megafold.model.graphs import GRAPHS
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -130,7 +130,7 @@ def pairformer_blocks(
 
     layers = list(self.layers)
     if not is_long:
-        return in_stack(self, _shifted_block, _shifted(layers), (single_repr, pairwise_repr), mask)
+        return group(single_repr, pairwise_repr, layers)
     for start in range(0, len(layers), GROUP):
         single_repr, pairwise_repr = checkpoint(
             group, single_repr, pairwise_repr, layers[start : start + GROUP], use_reentrant=False
@@ -149,25 +149,6 @@ def _pairformer_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | 
     pairs = pair_block(pairs, mask=mask)
     single = single + attention(single, pairwise_repr=pairs, mask=mask)
     return transition(single) + single, pairs
-
-
-def _shifted(layers: Sequence[Any]) -> list[list[Any]]:
-    """Each pair block with the single track of the layer before: pairs do not see singles, so neither waits."""
-    pairs, singles = [layer[0] for layer in layers], [list(layer[1:]) for layer in layers]
-    return [[pair, *single] for pair, single in zip([*pairs, None], [[None, None], *singles])]
-
-
-def _shifted_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    pair_block, attention, transition = layer
-    fork = Fork(pairs.device)
-    if attention is not None:
-        with fork.aside():
-            single = single + attention(single, pairwise_repr=pairs, mask=mask)
-            single = transition(single) + single
-    if pair_block is not None:
-        pairs = pair_block(pairs, mask=mask)
-    fork.join()
-    return single, pairs
 
 
 def msa_blocks(

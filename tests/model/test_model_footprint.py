@@ -55,7 +55,7 @@ def test_each_switch_that_saves_memory_is_predicted_to():
 
 
 def test_the_parts_add_up_and_name_the_moment_of_the_peak():
-    short, long = _predicted(128, Plan()), _predicted(1024, Plan())
+    short, long = (_predicted(n_tokens, Plan(graphs=False)) for n_tokens in (128, 1024))
     assert short.peak == short.persistent + sum(short.stored.values()) + short.working
     assert (short.moment, long.moment) == ("diffusion", "trunk")
     assert str(short).startswith(f"{short.peak / GIB:.1f} GiB: persistent 6.8, stored inputs ")

@@ -126,7 +126,7 @@ def test_a_rollout_conditions_its_pairs_once(make_batch, make_model, monkeypatch
     model.diffusion_module.token_transformer.layers[0][2].fn.to_attn_bias.register_forward_hook(
         lambda *_: calls.append("bias")
     )
-    for plan, expected in ((Plan(shared_rollout=False), 6), (Plan(), 2)):
+    for plan, expected in ((Plan(shared_rollout=False, evofusion=False), 6), (Plan(evofusion=False), 2)):
         optimize(model, plan)
         calls.clear()
         model(**batch)
