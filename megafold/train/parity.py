@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -20,10 +21,9 @@ from torch import Tensor, nn
 from megafold.evosp3d.mesh import make_mesh
 from megafold.evosp3d.parallelize import parallelize
 from megafold.evosp3d.reduce import GradientReducer
-from megafold.model.build import build_model
+from megafold.model.build import build_model, model_kwargs
 from megafold.model.optimize import optimize
 from megafold.model.plan import Plan
-from megafold.model.presets import preset
 from megafold.train.ranks import device_of, find_place, joined
 from megafold.train.synthetic import synthetic_batch
 
@@ -139,6 +139,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--n-tokens", type=int, default=50)
+    parser.add_argument("--overrides", type=json.loads, default={}, help="of the model's arguments, as JSON")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     given = parser.parse_args()
     place = find_place()
     if place is None:
@@ -148,20 +151,21 @@ def main() -> int:
     with joined(place, device, timeout_s=600):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.manual_seed(0)
-        model = without_silence(build_model(given.model).to(device).train())
-        kwargs = preset(given.model)
+        model = without_silence(build_model(given.model, **given.overrides).to(device).train())
+        kwargs = model_kwargs(given.model, **given.overrides)
         batches = {}
         for replica in range(place.size):
             batch = synthetic_batch(given.n_tokens, msa_depth=16, seed=replica, model_kwargs=kwargs)
             batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
         for sp in (n for n in range(1, place.size + 1) if place.size % n == 0):
-            for autocast in (False, True) if device.type == "cuda" else (False,):
+            for dtype in given.dtypes if device.type == "cuda" else ("fp32",):
+                autocast = dtype == "bf16"
                 references = on_one_device(model, batches, place.size // sp, autocast)
-                for name, plan in PLANS.items():
-                    lines = against(references, model, batches, sp, autocast, plan)
+                for name in given.plans:
+                    lines = against(references, model, batches, sp, autocast, PLANS[name])
                     failed |= bool(lines)
                     if place.rank == 0:
-                        what = f"dp {place.size // sp} x sp {sp}, {'bf16' if autocast else 'fp32'}, {name}"
+                        what = f"dp {place.size // sp} x sp {sp}, {dtype}, {name}"
                         print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
     return failed
 
