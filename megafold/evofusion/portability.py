@@ -126,12 +126,12 @@ KERNELS = {
 ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bias", "grad_x", "grad_pre", "y", "grad_y")
 FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True}
 THROUGH_NORM = ("weight", "gamma", "beta", "grad")
-SUMS = dict.fromkeys(("products", "sums", "totals", "shares"), "*fp32:16")
+SUMS = dict.fromkeys(("products", "sums", "shares"), "*fp32:16")
 FIXED = {
     # Kernels with one configuration everywhere: over whole rows of 801 elements, or over blocks of them.
     "through_norm": (
         Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 128}, SUMS, matrix=False),
-        {"block_o": 4},
+        {"block_o": 32},
     ),
     **{
         name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)

@@ -19,7 +19,7 @@ from megafold import triton_support
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options
 from megafold.evofusion.tiles import normalize
 
-NORM_BLOCK = {"BLOCK_O": 4, "BLOCK_C": 128}
+NORM_BLOCK = {"BLOCK_O": 32, "BLOCK_C": 128}
 MOST_OPERANDS = 4
 SUM_COLUMNS = 8
 """Columns behind those of G; the first holds s. Eight keep the rows aligned."""
@@ -195,10 +195,10 @@ class Rows:
         total = self.partial.flatten(0, 1).sum(0)
         return total[:, : self.inputs], total[:, self.inputs : self.inputs + 1]
 
-    def part(self, weight: Tensor, first: int = 0) -> Part:
-        """The partial sums of a weight's rows, which begin at row `first`."""
-        rows = self.partial.flatten(0, 1)[:, first : first + weight.shape[0]]
-        return Part(weight, rows[..., : self.inputs], rows[..., self.inputs])
+    def part(self, weight: Tensor) -> Part:
+        """G and s of a weight that has all the rows."""
+        products, sums = self.finish()
+        return Part(weight, products, sums[:, 0])
 
 
 def product_over_rows(a: Tensor, x: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def product_over_rows(a: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A weight [O, C], and in fp32 what adds up to its G [S, O, C] and s [S, O]."""
+    """A weight [O, C], and in fp32 its G [O, C] and s [O]."""
 
     weight: Tensor
     products: Tensor
@@ -219,21 +219,15 @@ class Part:
 
 @triton.jit
 def through_norm_kernel(
-    products, sums, weight, gamma, beta, grad, totals, shares, p_split, p_o, s_split, s_o, splits, OUTPUTS, C,
+    products, sums, weight, gamma, beta, grad, shares, p_o, s_o, OUTPUTS, C,
     BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BETA: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_O x BLOCK_C of a weight's gradient, and its share [2, C] of those of gamma and beta."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
-    g = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
-    s = tl.zeros([BLOCK_O], tl.float32)
-    for _ in range(0, splits):
-        g += tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
-        s += tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)
-        products += p_split
-        sums += s_split
-    tl.store(totals + o, s, mask=o < OUTPUTS)
+    g = tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
+    s = tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)
     at = o[:, None] * C + c[None, :]
     out = g * tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if HAS_BETA:
@@ -247,28 +241,24 @@ def through_norm_kernel(
 
 def gradients_through_norm(
     parts: Sequence[Part], gamma: Tensor, beta: Tensor | None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of weights behind one LayerNorm and of its parameters.
 
     Returns:
-        For each weight its gradient; for each s [O] in fp32, the gradient of a bias; d(gamma) and, unless beta is None,
-        d(beta). The gradients have the dtypes of the parameters.
+        For each weight its gradient; d(gamma) and, unless beta is None, d(beta); in the dtypes of the parameters.
     """
     width, block_o = gamma.shape[0], NORM_BLOCK["BLOCK_O"]
     blocks = [ceil_div(part.weight.shape[0], block_o) for part in parts]
     shares = torch.empty((sum(blocks), 2, width), device=gamma.device, dtype=torch.float32)
     grads = [torch.empty_like(part.weight, memory_format=torch.contiguous_format) for part in parts]
-    totals = [shares.new_empty(part.weight.shape[0]) for part in parts]
-    for part, grad, total, share in zip(parts, grads, totals, shares.split(blocks)):
-        products, sums = part.products, part.sums
+    for part, grad, share in zip(parts, grads, shares.split(blocks)):
         through_norm_kernel[(share.shape[0], ceil_div(width, NORM_BLOCK["BLOCK_C"]))](
-            products, sums, part.weight.contiguous(), gamma, gamma if beta is None else beta, grad, total, share,
-            products.stride(0), products.stride(1), sums.stride(0), sums.stride(1), products.shape[0],
-            part.weight.shape[0], width, HAS_BETA=beta is not None, **NORM_BLOCK, num_warps=4,
+            part.products, part.sums, part.weight.contiguous(), gamma, gamma if beta is None else beta, grad, share,
+            part.products.stride(0), part.sums.stride(0), part.weight.shape[0], width, HAS_BETA=beta is not None,
+            **NORM_BLOCK, num_warps=4,
         )  # fmt: skip
-    of_norm = shares.sum(0)
-    norms = [total.to(t.dtype) for total, t in zip(of_norm, (gamma, beta)) if t is not None]
-    return grads, totals, norms
+    norms = [share.sum(0).to(t.dtype) for share, t in zip(shares.unbind(1), (gamma, beta)) if t is not None]
+    return grads, norms
 
 
 def through_norm(
@@ -284,6 +274,5 @@ def through_norm(
     """
     sizes = [weight.shape[0] for weight in weights]
     halves = zip(weights, products.split(sizes), sums.split(sizes))
-    parts = [Part(weight, g.unsqueeze(0), s.reshape(1, -1)) for weight, g, s in halves]
-    grads, _, norms = gradients_through_norm(parts, gamma, beta)
+    grads, norms = gradients_through_norm([Part(w, g, s[:, 0]) for w, g, s in halves], gamma, beta)
     return (*grads, *norms)

@@ -12,6 +12,10 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megafold import triton_support
 from megafold.evofusion import cases
@@ -78,6 +82,32 @@ UNDER_AUTOCAST = (
 )
 
 
+class FakesAgree(TorchDispatchMode):
+    """Compares each operator's fake outputs (what torch.compile plans with) with the real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.differ = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "megafold":
+            with FakeTensorMode() as mode:
+                planned = func(*tree_map_only(Tensor, mode.from_tensor, args))
+            self.seen += 1
+            for real, fake in zip(tree_leaves(out), tree_leaves(planned), strict=True):
+                if (real.shape, real.stride(), real.dtype) != (fake.shape, fake.stride(), fake.dtype):
+                    self.differ.append(f"{func}: {real.shape} {real.stride()} and {fake.shape} {fake.stride()}")
+        return out
+
+
+def in_budget(case: cases.Case) -> list[CheckResult]:
+    """The error budget, and that fakes and kernels agree about shapes, strides and dtypes."""
+    with FakesAgree() as fakes:
+        results = case.check(repeat=False)
+    return [*results, CheckResult("fakes", fakes.seen > 0 and not fakes.differ, "; ".join(fakes.differ))]
+
+
 def under_autocast(case: cases.Case) -> list[CheckResult]:
     """fp32 inputs and parameters, products in fp16: dtypes as in eager PyTorch, and its error budget."""
 
@@ -128,7 +158,7 @@ if __name__ == "__main__":
     for name, make in CASES.items():
         for dtype in (torch.float32, torch.float16):
             if dtype == torch.float32 or name not in FP32_ALONE:
-                results = make(cases.Draw(dtype, "cpu")).check(repeat=False)
+                results = in_budget(make(cases.Draw(dtype, "cpu")))
                 found[f"{name} {str(dtype).removeprefix('torch.')}"] = [[r.name, r.ok, r.detail] for r in results]
     for name in UNDER_AUTOCAST:
         results = under_autocast(CASES[name](cases.Draw(torch.float32, "cpu")))

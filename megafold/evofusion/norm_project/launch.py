@@ -69,24 +69,24 @@ def backward(
             x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, x, grad_x, normed, length, EPS,
             OTHER=False, **_constants(config, width, outputs, count, number), **options(config),
         )  # fmt: skip
-        normed = by_rows(normed.view(batch, 1, length, width))
         parts = []
         if count:
-            sums = Rows(batch, 1, length, weight.shape[0], width, x.device, dtype)
-            sums.add([by_rows(grad.view(batch, 1, length, outputs)) for grad in rows], normed, outputs)
+            sums = Rows(1, 1, batch * length, weight.shape[0], width, x.device, dtype)
+            sums.add([by_rows(grad.view(-1, outputs)) for grad in rows], by_rows(normed.view(-1, width)), outputs)
             parts.append(sums.part(weight))
         if number:
             sums = Rows(batch, 1, length, number, width, x.device, dtype)
-            sums.add(Operand(heads, number * length, 0, length, columns=True), normed, number)
+            columns = Operand(heads, number * length, 0, length, columns=True)
+            sums.add(columns, by_rows(normed.view(batch, 1, length, width)), number)
             parts.append(sums.part(head_weight))
-        grad_weights, totals, of_norm = gradients_through_norm(parts, norm_weight, norm_bias)
+        grad_weights, of_norm = gradients_through_norm(parts, norm_weight, norm_bias)
     none = x.new_empty(0)
     return (
         grad_x,
         of_norm[0],
         none if norm_bias is None else of_norm[1],
         none if weight is None else grad_weights[0],
-        none if bias is None else totals[0].to(bias.dtype),
+        none if bias is None else parts[0].sums.contiguous().to(bias.dtype),
         grad_weights[-1] if number else none,
     )
 

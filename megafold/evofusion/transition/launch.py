@@ -65,10 +65,11 @@ def backward(
             grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
         )
         if norm_weight is None:
-            grad_in, grad_gamma, grad_beta = of_in.products.sum(0).to(in_weight.dtype), x.new_empty(0), x.new_empty(0)
+            grad_in = of_in.products.contiguous().to(in_weight.dtype)
+            grad_gamma, grad_beta = x.new_empty(0), x.new_empty(0)
         else:
-            (grad_in,), _, (grad_gamma, grad_beta) = gradients_through_norm([of_in], norm_weight, norm_bias)
-    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.to(out_weight.dtype).contiguous()
+            (grad_in,), (grad_gamma, grad_beta) = gradients_through_norm([of_in], norm_weight, norm_bias)
+    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.contiguous().to(out_weight.dtype)
 
 
 def is_wide(x: Tensor, in_weight: Tensor) -> bool:
@@ -127,7 +128,7 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
             grad_rows_x.copy_(grads[:size] @ w_in)
         else:
             torch.add(other, grads[:size] @ w_in, out=grad_rows_x)
-        of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size)
+        of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size, sums=norm)
         of_out.append(product_over_rows(upstream[:size], hidden[:size]))
     return grad_x, of_in.part(in_weight), of_out[0] if chunks == 1 else torch.stack(of_out).sum(0)
 
@@ -200,7 +201,7 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     source = _wide_input(x, norm, dtype)
     halves = [half[:inner, :width] for half in (grad_pre.mT @ source).chunk(2)]
     sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)])
-    of_in = Part(in_weight, torch.cat(halves).float().unsqueeze(0), sums.unsqueeze(0))
+    of_in = Part(in_weight, torch.cat(halves).float(), sums)
     grad = grad_pre @ w_in
     if norm:
         grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)
