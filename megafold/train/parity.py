@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -157,16 +158,15 @@ def main() -> int:
         for replica in range(place.size):
             batch = synthetic_batch(given.n_tokens, msa_depth=16, seed=replica, model_kwargs=kwargs)
             batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
-        for sp in (n for n in range(1, place.size + 1) if place.size % n == 0):
-            for dtype in given.dtypes if device.type == "cuda" else ("fp32",):
-                autocast = dtype == "bf16"
-                references = on_one_device(model, batches, place.size // sp, autocast)
-                for name in given.plans:
-                    lines = against(references, model, batches, sp, autocast, PLANS[name])
-                    failed |= bool(lines)
-                    if place.rank == 0:
-                        what = f"dp {place.size // sp} x sp {sp}, {dtype}, {name}"
-                        print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
+        splits = [sp for sp in range(1, place.size + 1) if place.size % sp == 0]
+        for dtype, sp in product(given.dtypes if device.type == "cuda" else ("fp32",), splits):
+            references = on_one_device(model, batches, place.size // sp, dtype == "bf16")
+            for name in given.plans:
+                lines = against(references, model, batches, sp, dtype == "bf16", PLANS[name])
+                failed |= bool(lines)
+                if place.rank == 0:
+                    what = f"dp {place.size // sp} x sp {sp}, {dtype}, {name}"
+                    print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
     return failed
 
 
