@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ from megafold.train.trainer import Trainer
 from megafold.train.workload import arrange, rollouts
 
 GIB = 2**30
+SECONDS_TO_PROFILE = 3.0
 TIMES = {
     "iteration_time": "forward, backward, gradient clipping and AdamW update",
     "forward_time": "",
@@ -67,9 +70,7 @@ class IterationSession:
         self._device = context.device
         self._probe = MemoryProbe(context.device)
         self._before = _resident_bytes()
-        # The same seed before the same constructor: the same initial weights for all contenders.
-        torch.manual_seed(setting.seed)
-        model = build_model(setting.model)
+        model = copy.deepcopy(_initial(setting.model, setting.seed))
         # Moved first: torch.compile guards on where the weights are.
         model.to(context.device)
         self._flags = prepare(model, context.device) if prepare else {}
@@ -77,7 +78,7 @@ class IterationSession:
         self._trainer = Trainer(model, device=context.device, dtype=dtype)
         self._examples, self.notes = examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
-        self._step = 0
+        self._step, self._seconds = 0, 0.0
         self._activity: Activity | None = None
         if setting.workload == "as_published" or rollouts(setting.workload):
             self.notes = [*self.notes, f"workload {setting.workload}: {NAMED_WORKLOADS[setting.workload]}"]
@@ -98,7 +99,7 @@ class IterationSession:
         with alignment_failures() as failures:
             result = self._trainer.step(batch)
         peak = self._probe.peak(self._trainer.persistent_bytes())
-        self._step += 1
+        self._step, self._seconds = self._step + 1, result.seconds
         flops = self._count(batch)
         if result.skipped:
             raise ArithmeticError(f"step {self._step}: the loss or the gradient norm is not finite")
@@ -118,8 +119,13 @@ class IterationSession:
         return sample | ({} if peak.reserved is None else {"reserved": float(peak.reserved)})
 
     def suspend(self) -> None:
-        """Weights and optimizer state to host memory, gradients and graphs dropped; first, once, a profiled step."""
-        if self._device != "cpu" and self._step and self._activity is None:
+        """Weights and optimizer state to host memory, gradients and graphs dropped.
+
+        First, once, a profiled step; where the protocol has one step a visit, not of steps that take long.
+        """
+        is_worth_it = self._setting.protocol.repeats > 1 or self._seconds < SECONDS_TO_PROFILE
+        counts = self._device != "cpu" and is_worth_it
+        if counts and self._step and self._activity is None:
             batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
             try:
                 self._activity = count_activity(lambda: self._trainer.step(batch))
@@ -202,6 +208,13 @@ class IterationSession:
             **self._flags,
         )
         return IterationFlops(*(flops * batch["atom_inputs"].shape[0] for flops in one))
+
+
+@functools.lru_cache(maxsize=1)
+def _initial(name: str, seed: int) -> torch.nn.Module:
+    """A stock model on the CPU. The same seed before the same constructor: the same weights for all contenders."""
+    torch.manual_seed(seed)
+    return build_model(name)
 
 
 def megafold_preparation(contender: Contender, workload: str) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:
