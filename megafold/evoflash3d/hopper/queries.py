@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from megafold.evoflash3d.hopper.common import LOG2E, item_of, thread_barrier, widen
 
@@ -19,7 +13,7 @@ from megafold.evoflash3d.hopper.common import LOG2E, item_of, thread_barrier, wi
 def load_partition(
     shared, loads, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr
 ):
-    q_s, g_s, k_s, v_s, bias_s, _, q_ready, q_free, ready, free = shared
+    q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
     q, k, v, g, bias, R, H, NQ, NK, BIAS_ROWS, items = loads
     q_bytes: gl.constexpr = 2 * ROWS * q.block_type.nbytes
     tile_bytes: gl.constexpr = 2 * ROWS * k.block_type.nbytes + bias.block_type.nbytes
@@ -47,25 +41,11 @@ def load_partition(
 
 
 @gluon.jit
-def three_terms(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """[M, 16] in 16 bits whose rows sum to the fp32 numbers x [M], exactly in bf16."""
-    first = x.to(dtype)
-    rest = x - first.to(gl.float32)
-    second = rest.to(dtype)
-    third = (rest - second.to(gl.float32)).to(dtype)
-    column = gl.arange(0, 16, gl.SliceLayout(0, layout))[None, :]
-    first, second, third = first[:, None], second[:, None], third[:, None]
-    zero = (column * 0).to(dtype)
-    return gl.where(column == 0, first, gl.where(column == 1, second, gl.where(column == 2, third, zero)))
-
-
-@gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr,
     BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    FOLD: gl.constexpr,
 ):  # fmt: skip
-    q_s, g_s, k_s, v_s, bias_s, ones_s, q_ready, q_free, ready, free = shared
+    q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
     lse2, delta2, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = BLOCK_I // PARTS
@@ -74,7 +54,6 @@ def product_partition(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, STEP, 16])
     queries: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
-    per_line_left: gl.constexpr = gl.SliceLayout(1, left)
     operand: gl.constexpr = gl.DotOperandLayout(0, queries, 2)
     zero = gl.zeros([PART, STEP], gl.float32, scores)
     si = gl.arange(0, PART, gl.SliceLayout(1, scores))
@@ -91,9 +70,7 @@ def product_partition(
         stats = ((b64 * R + r) * H + h) * pitch + i_start + si
         inside = (i_start + si < NQ) & (r < R)
         lse = gl.load(lse2 + stats, mask=inside, other=0.0)[:, None]
-        delta = gl.load(delta2 + stats, mask=inside, other=0.0)
-        if FOLD:
-            minus_delta = three_terms(-gl.convert_layout(delta, per_line_left), dtype, left)
+        delta = gl.load(delta2 + stats, mask=inside, other=0.0)[:, None]
         mbarrier.wait(q_ready, count & 1)
         q_tile = q_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
         g_tile = g_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
@@ -111,14 +88,11 @@ def product_partition(
                 v_part = v_tile.slice(part * STEP, STEP, 0)
                 s_async = warpgroup_mma(q_tile, k_part.permute((1, 0)), zero, use_acc=False, is_async=True)
                 dp_async = warpgroup_mma(g_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-                if FOLD:
-                    dp_async = warpgroup_mma(minus_delta, ones_s.permute((1, 0)), dp_async, is_async=True)
                 y = widen(bias_tile.slice(part * STEP, STEP, 1).load(scores)) * LOG2E - lse
                 acc, s = warpgroup_mma_wait(1, [acc, s_async])
                 p = gl.exp2(s * scale2 + y)
                 dp = warpgroup_mma_wait(0, [dp_async])
-                ds = p * dp if FOLD else p * (dp - delta[:, None])
-                ds = gl.convert_layout(ds.to(dtype), operand)
+                ds = gl.convert_layout((p * (dp - delta)).to(dtype), operand)
                 acc = warpgroup_mma(ds, k_part, acc, is_async=True)
             acc = warpgroup_mma_wait(0, [acc])
             thread_barrier()
@@ -136,7 +110,7 @@ def queries_kernel_sm90(
     q, k, v, grad_out, bias, lse2, delta, dq,
     dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
-    STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, FOLD: gl.constexpr, REGISTERS: gl.constexpr,
+    STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]."""
     dtype: gl.constexpr = q.dtype
@@ -149,23 +123,18 @@ def queries_kernel_sm90(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # Ones that turn a column of the left operand into a term of every product.
-    ones_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, 16], dtype)
-    ones_s = gl.allocate_shared_memory(dtype, [STEP, 16], ones_layout)
-    ones_s.store(gl.full([STEP, 16], 1.0, dtype, gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])))
-    fence_async_shared()
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
         mbarrier.init(free.index(s), count=ROWS * PARTS)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=ROWS * PARTS)
-    shared = (q_s, g_s, k_s, v_s, bias_s, ones_s, q_ready, q_free, ready, free)
+    shared = (q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free)
     work = (lse2, delta, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items)
     loads = (q, k, v, grad_out, bias, R, H, NQ, NK, BIAS_ROWS, items)
     if ROWS * PARTS == 1:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [1],
@@ -174,8 +143,8 @@ def queries_kernel_sm90(
     elif ROWS * PARTS == 2:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, 1],
@@ -184,10 +153,10 @@ def queries_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
-                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
-                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, FOLD)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, WARPS, WARPS, 1],
