@@ -106,7 +106,8 @@ class Index:
     def _read_tables(self, file: h5py.File) -> None:
         numbers = {name: safe_hdf5.number(file, name) for name in NUMBERS}
         if numbers["schema"] != SCHEMA_VERSION:
-            problem = f"{numbers['schema']} found, this version reads {SCHEMA_VERSION}: build the cache anew"
+            problem = f"{numbers['schema']} found, this version reads {SCHEMA_VERSION}: build the cache anew, in "
+            problem += "another place or after removing this file and its folder of shards"
             raise InputError(self.path, "schema", problem)
         if None in numbers.values() or not 0 < numbers["name_width"] <= MAX_NAME or numbers["entries"] < 0:
             raise InputError(self.path, "cache", "corrupt index (header)")

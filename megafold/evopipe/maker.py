@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megafold.evopipe.sources import DataSource
 # A shard is written when it is large enough, or when this much work would be lost with it: at least 15 s, and a tenth
 # of what has been done, so that a long build does not end in a multitude of small files.
 SEAL_SECONDS, SEAL_SHARE = 15.0, 0.1
+PREPARING, READY = "preparing", "ready"
 
 
 @dataclass
@@ -47,10 +49,18 @@ class Maker:
         out: the cache; its index and the shards that are not in it yet say what need not be made.
         msa_depth: alignment rows kept, None for all.
         known: entry -> content address, of finished shards that the index does not list.
+        tell: is told PREPARING and READY, before and after what a process does once, before its first structure.
     """
 
-    def __init__(self, source: DataSource, out: Path, msa_depth: int | None, known: dict[str, str]) -> None:
-        self.source, self.msa_depth, self.known = source, msa_depth, known
+    def __init__(
+        self,
+        source: DataSource,
+        out: Path,
+        msa_depth: int | None,
+        known: dict[str, str],
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.source, self.msa_depth, self.known, self.tell = source, msa_depth, known, tell
         self.cache = StructureCache(out)
         self.shard = Shard(shards.folder_of(out), msa_depth or 0)
         self.began = time.monotonic()
@@ -88,8 +98,10 @@ class Maker:
         if self._is_there(name, key):
             return Made(name, "unchanged")
         if not self._ready:
+            self.tell(PREPARING)
             prepare(self.source)
             self._ready = True
+            self.tell(READY)
         entry = featurize(self.source, name, path, msa_depth=self.msa_depth)
         # the files may have changed since they were digested: the entry's own digests are those of what it was made of
         key = identity.content_key(name, entry.sources, self.msa_depth, options)

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megafold.errors import InputError
 from megafold.evopipe import shards
-from megafold.evopipe.maker import Made, Maker, peak_memory
+from megafold.evopipe.maker import PREPARING, READY, Made, Maker, peak_memory
 from megafold.evopipe.report import Finding, failed
 from megafold.evopipe.shards import Shard, StorageError
 from megafold.evopipe.sources import DataSource
 
-READY = "ready"
 LEAVING = 20.0  # seconds for a process that is told to leave to write what it has
 Task = tuple[str, Path]
 
@@ -39,7 +38,7 @@ def _work(source, out, msa_depth, known, pipe) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    maker = Maker(source, out, msa_depth, known)
+    maker = Maker(source, out, msa_depth, known, pipe.send)
     signal.signal(signal.SIGTERM, _leave)
     pipe.send(READY)
     try:
@@ -171,8 +170,8 @@ def _answer(worker: Worker, timeout: float) -> Made | None:
             worker.process.join(5)
             problem = InputError(path, "", f"the worker died (exit code {worker.process.exitcode})")
             return Made(name, "failed", (failed(name, path, problem),), error=problem)
-        if answer == READY:
-            worker.ready, worker.started = True, time.monotonic()
+        if answer in (PREPARING, READY):
+            worker.ready, worker.started = True, time.monotonic() if answer == READY else math.inf
             return None
         if isinstance(answer, StorageError):
             raise answer

@@ -11,15 +11,18 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import alignments, build, cache, layout, merge
+from megafold.evopipe import alignments, build, cache, layout, merge, workers
 from megafold.evopipe.build import build_cache
 from megafold.evopipe.cache import StructureCache
-from megafold.evopipe.maker import Maker
+from megafold.evopipe.maker import PREPARING, READY, Maker
 from megafold.evopipe.sources import DataSource
 
 
@@ -181,17 +184,6 @@ def test_two_builds_are_equal_byte_for_byte(folder, tmp_path):
             assert a.meta(entry) == b.meta(entry)
 
 
-def test_several_workers_make_the_same_cache(folder, tmp_path):
-    truncate(folder.mmcif / "1ubq.cif", 0.5)
-    build_quietly(folder, tmp_path / "one.h5")
-    report = build_quietly(folder, tmp_path / "two.h5", workers=2)
-    assert report.built == ["2q2k-assembly1"] and [entry for _, entry, _ in report.failed] == ["1ubq-assembly1"]
-    with StructureCache(tmp_path / "one.h5") as a, StructureCache(tmp_path / "two.h5") as b:
-        one, other = a.read("2q2k-assembly1"), b.read("2q2k-assembly1")
-    assert all(np.array_equal(one.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
-    assert not list(tmp_path.glob(".*"))  # no shard is left
-
-
 def test_parts_are_made_apart_and_merged(folder, sample, tmp_path):
     """As tasks of a cluster do it; a task that is started again makes nothing anew, and no part writes the index."""
     out = tmp_path / "c.h5"
@@ -233,10 +225,32 @@ def hanging(folder) -> DataSource:
     return folder
 
 
-def test_structure_that_never_ends_is_stopped_and_listed(hanging, tmp_path):
-    report = build_quietly(hanging, tmp_path / "c.h5", workers=2, timeout=15)
-    assert [(entry, reason) for _, entry, reason in report.failed] == [("2q2k-assembly1", "took more than 15 s")]
-    assert report.built == ["1ubq-assembly1"]
+def test_several_workers_make_the_same_cache_and_stop_what_never_ends(hanging, sample, tmp_path):
+    """One structure is sound, one is truncated, and one hangs: each is built or listed, as a single process does it."""
+    truncate(hanging.mmcif / "1ubq.cif", 0.5)
+    shutil.copy(sample.mmcif / "1kd8.cif", hanging.mmcif)
+    report = build_quietly(hanging, tmp_path / "two.h5", workers=2, timeout=15)
+    assert report.built == ["1kd8-assembly1"]
+    reasons = {entry: reason for _, entry, reason in report.failed}
+    assert reasons.keys() == {"1ubq-assembly1", "2q2k-assembly1"} and "truncated" in reasons["1ubq-assembly1"]
+    assert reasons["2q2k-assembly1"] == "took more than 15 s"
+    assert not list(tmp_path.glob(".*"))  # no shard is left
+    build_quietly(replace(hanging, mmcif=hanging.mmcif / "1kd8.cif"), tmp_path / "one.h5")
+    with StructureCache(tmp_path / "one.h5") as a, StructureCache(tmp_path / "two.h5") as b:
+        one, other = a.read("1kd8-assembly1"), b.read("1kd8-assembly1")
+    assert all(np.array_equal(one.arrays[key], other.arrays[key]) for key in layout.ARRAYS)
+
+
+def test_clock_of_a_structure_stands_still_while_its_process_prepares_itself():
+    ours, theirs = multiprocessing.Pipe()
+    worker = SimpleNamespace(task=("1abc", Path("1abc.cif")), pipe=ours, ready=True, started=0.0)
+    theirs.send(PREPARING)
+    assert workers._answer(worker, 1.0) is None  # the message
+    assert workers._answer(worker, 1.0) is None and worker.task  # and a long time without another
+    theirs.send(READY)
+    assert workers._answer(worker, 1.0) is None and time.monotonic() - worker.started < 60
+    worker.started = 0.0
+    assert workers._answer(worker, 1.0).error.problem == "took more than 1 s"
 
 
 def test_worker_that_dies_is_replaced_and_its_structure_listed(hanging, tmp_path):

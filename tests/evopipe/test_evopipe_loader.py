@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,7 +56,9 @@ def test_workers_do_not_change_the_examples(sample_cache, workers):
 
 
 def test_spawned_workers_give_the_same_examples(sample_cache):
-    alone, spawned = loader(sample_cache), loader(sample_cache, workers=1)
+    """Of entries without ligands: a crop that cuts one makes a worker import the baseline, here once more."""
+    polymers = {"entries": ["1a8q-assembly1", "1psm-assembly1", "1ubq-assembly1"]}
+    alone, spawned = loader(sample_cache, **polymers), loader(sample_cache, workers=1, **polymers)
     spawned.multiprocessing_context = "spawn"
     assert all(equal(one, other) for one, other in zip(alone, spawned, strict=True))
 
@@ -197,7 +200,8 @@ def test_measured_paths_read_comparable_examples(sample, sample_cache):
     from megafold.evopipe import measure
 
     name = "2q2k-assembly1"
-    stock = measure.read_stock_example(sample, name, 64, 16, seed=0)
+    one = replace(sample, mmcif=sample.mmcif / "2q2k.cif")
+    stock = measure.read_stock_example(one, name, 64, 16, seed=0)
     compact = measure.read_cached_example(CachedStructures(sample_cache, crop_size=64, msa_depth=16), name)
     cached = SimpleNamespace(**expand.expand(compact))
     assert len(stock.molecule_ids) == len(cached.molecule_ids) == 64
