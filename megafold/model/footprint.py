@@ -128,9 +128,9 @@ def _trunk(model: Architecture, plan: Plan, n: int, depth: int, templates: int) 
     kept = -(-blocks // GROUP) + GROUP if grouped else blocks
     return {
         "inputs": 4 * pairs + templates * n * n * model.dim_template_feats * STREAM,
-        # One pair tensor a block; the MSA module, checkpointed by sub-layer, keeps each of its two streams twice.
+        # One pair tensor a block; the stock MSA module, checkpointed by sub-layer, keeps each of its two streams twice.
         "pairformer": kept * (pairs + 2 * single),
-        "msa_module": model.msa_depth * 2 * (pairs + msa),
+        "msa_module": model.msa_depth * (1 if plan.graphs else 2) * (pairs + msa),
         "template_embedder": model.template_depth * templates * n * n * model.template_pair.dim * STREAM,
     }
 

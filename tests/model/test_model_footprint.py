@@ -12,13 +12,28 @@ from megafold.model.footprint import GIB, memory_lines, predict_memory
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
 
-RECORDS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "records" / "iteration"
-# The plans that the records were measured with: what the named contenders meant at their commit.
-PLANS = {
+RECORDS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "records"
+# Records of commit 1009d79 do not state the switches that came later; these were theirs.
+OLD_PLANS = {
     "eager": Plan.none(),
     "megafold-sdpa": Plan.only("shared_conditioning", "sdpa"),
     "megafold": Plan.only("shared_conditioning", "sdpa", "evoflash3d"),
 }
+
+
+def _measured():
+    """Records of training steps of the workload that is predicted, which had a result."""
+    for path in sorted(RECORDS.glob("*/*.json")):
+        record = json.loads(path.read_text())
+        point = record["point"]
+        if point["what"] == "iteration" and point["workload"] == "core" and record["status"] == "ok":
+            yield path, record
+
+
+def _plan(contender):
+    if contender["provider"] == "eager":
+        return Plan.none()
+    return Plan(**contender["plan"]) if "graphs" in contender["plan"] else OLD_PLANS[contender["name"]]
 
 
 def _predicted(n_tokens: int, plan: Plan, **changes):
@@ -26,14 +41,12 @@ def _predicted(n_tokens: int, plan: Plan, **changes):
     return predict_memory(preset("paper"), plan, **kwargs)
 
 
-@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
-def test_measured_peaks_are_predicted_within_a_tenth(path):
-    record = json.loads(path.read_text())
-    point = record["point"] if "point" in record else record["setting"]
-    shape, name = dict(point["shape"]), point["contender"]["name"]
+@pytest.mark.parametrize("record", [record for _, record in _measured()], ids=[path.stem for path, _ in _measured()])
+def test_measured_peaks_are_predicted_within_a_tenth(record):
+    shape = dict(record["point"]["shape"])
     predicted = _predicted(
         shape["n_tokens"],
-        PLANS[name],
+        _plan(record["point"]["contender"]),
         atoms_per_token=shape["atoms_per_token"],
         msa_depth=shape["msa_depth"],
         templates=shape["templates"],
@@ -42,8 +55,8 @@ def test_measured_peaks_are_predicted_within_a_tenth(path):
         assert found / GIB == pytest.approx(record["metrics"][metric]["value"], rel=0.1), metric
 
 
-def test_there_are_records_of_every_plan():
-    assert len(list(RECORDS.glob("*.json"))) >= len(PLANS)
+def test_there_are_records_of_the_stock_model_and_of_megafold():
+    assert {record["point"]["contender"]["provider"] for _, record in _measured()} == {"eager", "megafold"}
 
 
 def test_each_switch_that_saves_memory_is_predicted_to():
