@@ -246,6 +246,13 @@ class StructureCache:
             out[across, down] = block.take(mine, axis=0).take(rows[down] - first, axis=1)
         return out
 
+    def _deletions(self, name: str, arrays, columns: np.ndarray, rows: np.ndarray, dtype: str) -> np.ndarray:
+        row, _, tables = self._described(name)
+        try:
+            return codec.dense_deletions(arrays, columns, rows, tables["msa"].shape[1], dtype)
+        except codec.BadBlock as error:
+            raise self._corrupt(row, "deletions", error) from error
+
     def _entry(self, name: str, arrays: dict[str, np.ndarray]) -> Entry:
         meta = self.meta(name)
         try:
@@ -283,7 +290,7 @@ class StructureCache:
         """One entry with all its arrays, checked."""
         arrays = self._arrays(name, codec.STORED)
         columns, rows = arrays["msa"].shape
-        dense = codec.dense_deletions(arrays, np.arange(columns), np.arange(rows), rows)
+        dense = self._deletions(name, arrays, np.arange(columns), np.arange(rows), "<u2")
         whole = {"msa": np.ascontiguousarray(arrays["msa"].T), "deletions": np.ascontiguousarray(dense.T)}
         return self._entry(name, arrays | whole)
 
@@ -306,8 +313,7 @@ class StructureCache:
         columns = keep.nonzero()[0]
         sparse = self._arrays(name, codec.SPARSE)
         small = int(sparse["deletion_codes"].max(initial=0)) < 256
-        depth = self.tables(name)["msa"].shape[1]
-        deletions = codec.dense_deletions(sparse, columns, rows, depth, "u1" if small else "<u2")
+        deletions = self._deletions(name, sparse, columns, rows, "u1" if small else "<u2")
         return self._window(name, columns, rows).T, deletions.T
 
     def verify(self) -> Iterator[str]:

@@ -51,15 +51,24 @@ def stored(entry: Entry) -> dict[str, np.ndarray]:
 def dense_deletions(
     arrays: dict[str, np.ndarray], columns: np.ndarray, rows: np.ndarray, depth: int, dtype: str = "<u2"
 ) -> np.ndarray:
-    """`deletions` at some columns and rows (ascending indices) of `depth`: [columns, rows] of `dtype`."""
+    """`deletions` at some columns and rows (ascending indices) of `depth`: [columns, rows] of `dtype`.
+
+    Raises:
+        BadBlock: the three arrays contradict each other.
+    """
     starts, out = arrays["deletion_starts"].astype(np.int64), np.zeros((len(columns), len(rows)), dtype)
     first = starts[columns]
     counts = starts[columns + 1] - first
     ends = counts.cumsum()
-    if not len(ends) or ends[-1] == 0:
+    if not len(ends) or not counts.any():
         return out
+    listed = arrays["deletion_rows"]
+    if counts.min() < 0 or ends[-1] > len(listed) or len(listed) != len(arrays["deletion_codes"]):
+        raise BadBlock("the deletions of the columns are not those that are listed")
     place = (first - ends + counts).repeat(counts) + np.arange(ends[-1])
-    row = arrays["deletion_rows"][place]
+    row = listed.take(place, mode="clip")
+    if int(row.max()) >= depth:
+        raise BadBlock("a deletion in a row that there is not")
     target, codes = (np.arange(len(columns)) * len(rows)).repeat(counts), arrays["deletion_codes"][place]
     if len(rows) < depth:
         new = np.full(depth, -1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megafold.errors import InputError
 from megafold.evopipe import layout, molecules
 from megafold.evopipe.layout import Entry
 
@@ -60,6 +61,8 @@ class Crop:
         self.cut = self.residue_tokens != self.residues["tokens"]
         self.residue_atoms = np.where(self.residue_atomised, self.residue_tokens, self.residues["atoms"])
         self.residue_offsets = self.residue_atoms.cumsum() - self.residue_atoms
+        if int(self.residue_atoms.sum()) != len(self.atoms):
+            raise InputError(entry.name, "residues", "corrupt entry (they do not have the atoms that they name)")
         self.token_offsets = self.residue_offsets[self.residue_of_token]
         # position inside its residue (atomised), or the center atom (polymer)
         self.local = np.where(self.atomised, np.arange(n) - starts[self.residue_of_token], self.tokens["center"])

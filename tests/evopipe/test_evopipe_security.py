@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megafold.errors import InputError
-from megafold.evopipe import cache, codec, index, safe_hdf5, shards, table
+from megafold.evopipe import cache, codec, crop, index, safe_hdf5, shards, table
 from megafold.evopipe.cache import StructureCache
 from megafold.evopipe.merge import merge
 from megafold.evopipe.shards import Shard, folder_of
@@ -193,6 +193,42 @@ def test_table_of_an_entry_that_lies_is_refused(small, make_entry, name, change,
     with StructureCache(small) as reader, pytest.raises(InputError, match=f"1abc-assembly1: .*({expected})") as caught:
         reader.read("1abc-assembly1")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deletion_starts", 0xFFFFFFFF), ("deletion_rows", 10), ("deletion_starts", 1)],
+    ids=["billions of them", "a row that is not there", "out of order"],
+)
+def test_deletions_that_lie_are_refused(tmp_path, make_entry, monkeypatch, name, value):
+    """Arrays that are sound as blocks, and would have a reader make others of any size."""
+    stored = codec.stored
+
+    def lying(entry):
+        arrays = stored(entry)
+        arrays[name] = arrays[name].copy()
+        arrays[name][100 if value > 1 else 200] = value
+        return arrays
+
+    monkeypatch.setattr(codec, "stored", lying)
+    path = tmp_path / "c.h5"
+    cache.create(path, msa_depth=10)
+    shard = Shard(folder_of(path), 10)
+    shard.add(make_entry("1abc-assembly1", rows=10), "0" * 32, {})
+    shard.seal()
+    merge(path)
+    with StructureCache(path) as reader:
+        for read in (reader.read, lambda one: reader.read_alignment(one, np.arange(10), np.ones(300, bool))):
+            with pytest.raises(InputError, match=r"1abc-assembly1: corrupt entry \(deletions: "):
+                read("1abc-assembly1")
+
+
+def test_residues_that_name_billions_of_atoms_are_refused(sample_cache):
+    entry = StructureCache(sample_cache).read("1psm-assembly1")
+    entry.arrays["residues"] = entry.arrays["residues"].copy()
+    entry.arrays["residues"]["atoms"] = 1 << 30
+    with pytest.raises(InputError, match="1psm-assembly1: residues: corrupt entry"):
+        crop.structure_features(entry, np.ones(entry.n_tokens, bool))
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.h5", "/etc/passwd", "..", ""])
