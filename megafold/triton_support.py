@@ -131,6 +131,11 @@ def float32_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def takes_ptx(device: torch.device) -> bool:
+    """Whether kernels on a device may contain instructions of NVIDIA's."""
+    return device.type == "cuda" and not torch.version.hip
+
+
 @functools.cache
 def _capability_problem(device_index: int | None) -> str | None:
     if torch.version.hip:

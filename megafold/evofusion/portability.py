@@ -31,12 +31,28 @@ class Kernel:
     matrix: bool = True
 
 
-TRIANGLE = ("x", "gamma", "beta", "w", "w_gate", "w_out", "out_gamma", "out_beta", "product", "dropped", "out")
+TRIANGLE = (
+    "x",
+    "x_hat",
+    "product",
+    "w",
+    "w_gate",
+    "w_out",
+    "dropped",
+    "out",
+    "grad_out",
+    "grads",
+    "grad_x",
+    "operands",
+)
 PROJECT = ("x", "gamma", "beta", "w", "bias", "w_heads", *(f"{kind}{p}" for kind in ("out", "grad") for p in range(4)))
 TRANSITION = ("x", "gamma", "beta", "w_in", "w_out", "out", "grad_out", "hidden", "grads", "upstream")
 OUTPUT = ("attended", "gate", "w", "dropped", "residual", "out", "grad_out", "grad_attended", "grad_gate", "gated")
 CONDITIONED = ("x", "y", "cond", "cond_gamma", "w", "bias", "w_gamma", "gamma_bias", "w_beta", "residual", "out")
-CONDITIONED_GRADIENTS = (*CONDITIONED, "grad_out", "grad_x", "grad_y", "grad_cond", "grad_gate")
+CONDITIONED_GRADIENTS = (
+    *CONDITIONED,
+    *("other_x", "other_cond", "grad_out", "grad_x", "grad_y", "grad_cond", "grad_gate"),
+)
 WINDOWED = ("q", "k", "v", "bias", "out", "grad_out", "dq", "dk", "dv", "dbias")
 SHARED = {"C": "width", "HAS_MASK": True, "HAS_DROPPED": True, "RESIDUAL": True}
 HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True, "C": "width", "OUTPUTS": "width"}
@@ -64,20 +80,23 @@ KERNELS = {
         | {"COUNT": 1, "FLAT": False, "SUMS": True},
         {"partial": "*fp32:16"},
     ),
-    "triangle_project": Kernel("triangle_multiplication.kernels", "project_kernel", (*TRIANGLE, "operands"), SHARED),
-    "triangle_output": Kernel("triangle_multiplication.kernels", "output_kernel", TRIANGLE, SHARED),
-    "triangle_output_gradient": Kernel(
-        "triangle_multiplication.kernels",
-        "output_gradient_kernel",
-        (*TRIANGLE, "grad_out", "grad_product", "grads"),
-        SHARED,
-    ),
-    "triangle_input_gradient": Kernel(
-        "triangle_multiplication.kernels",
-        "input_gradient_kernel",
-        (*TRIANGLE, "grad_out", "grads", "grad_x"),
-        SHARED,
-    ),
+    **{
+        f"triangle_{name}": Kernel(
+            "triangle_multiplication.kernels",
+            f"{name}_kernel",
+            (*TRIANGLE, "grad_product"),
+            {**SHARED, "NORM": True},
+            dict.fromkeys(("shift", "gate_shift", "out_shift", "rstd"), "*fp32:16"),
+        )
+        for name in (
+            "project",
+            "output",
+            "output_gradient",
+            "product_gradient",
+            "gate_gradient",
+            "input_gradient",
+        )
+    },
     "norm_project": Kernel("norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS),
     "norm_project_gradient": Kernel(
         "norm_project.kernels",
@@ -100,7 +119,10 @@ KERNELS = {
     ),
     "adaptive_norm": Kernel("conditioned.kernels", "adaptive_norm_kernel", CONDITIONED, {**SHARED, "D": "width"}),
     "adaptive_norm_gradient": Kernel(
-        "conditioned.kernels", "adaptive_norm_gradient_kernel", CONDITIONED_GRADIENTS, {**SHARED, "D": "width"}
+        "conditioned.kernels",
+        "adaptive_norm_gradient_kernel",
+        CONDITIONED_GRADIENTS,
+        {**SHARED, "D": "width", "OTHERS": True},
     ),
     "condition_gate": Kernel("conditioned.kernels", "condition_gate_kernel", CONDITIONED, {**SHARED, "D": "width"}),
     "condition_gate_gradient": Kernel(
@@ -127,8 +149,27 @@ ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bia
 FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True}
 THROUGH_NORM = ("weight", "gamma", "beta", "grad")
 SUMS = dict.fromkeys(("products", "sums", "shares"), "*fp32:16")
+TRIANGLE_NORMS = {
+    "triangle_fold": ("fold", ("w0", "w1", "gamma", "beta", "w"), {}),
+    "triangle_normalize": ("normalize", ("x", "x_hat"), {"block_l": 32}),
+    "triangle_normalize_product": ("normalize_product", ("product", "grads"), {"block_l": 32}),
+}
 FIXED = {
     # Kernels with one configuration everywhere: over whole rows of 801 elements, or over blocks of them.
+    **{
+        kernel: (
+            Kernel(
+                "triangle_multiplication.kernels",
+                f"{name}_kernel",
+                pointers,
+                {**SHARED, "BLOCK": 16},
+                {"shift": "*fp32:16", "rstd": "*fp32:16"},
+                matrix=False,
+            ),
+            config,
+        )
+        for kernel, (name, pointers, config) in TRIANGLE_NORMS.items()
+    },
     "through_norm": (
         Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 128}, SUMS, matrix=False),
         {"block_o": 32},
@@ -172,6 +213,7 @@ class Case:
             "BLOCK_L": self.config.get("block_l"),
             "BLOCK_O": min(self.config.get("block_o", 16), self.width),
             "STAGES": self.config["num_stages"],
+            "FAST": self.arch.startswith("sm"),
             "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
         }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -30,9 +30,19 @@ def normalize_gradient(grad, x_hat, rstd, AXIS: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)) in fp32."""
-    return 1.0 / (1.0 + tl.exp(-x))
+def sigmoid(x, FAST: tl.constexpr = False):
+    """1 / (1 + exp(-x)) in fp32. FAST: in 4 instructions of NVIDIA's and not in 14, which also serve denormals."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+            "=f,f",
+            [x * -1.4426950408889634],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit

@@ -30,41 +30,80 @@ def _gate(rows, w, bias, o, WIDTH: tl.constexpr, BLOCK_O: tl.constexpr, PRECISIO
 
 
 @triton.jit
+def _condition(cond, cond_gamma, row, at, length, eps, D: tl.constexpr, DTYPE: tl.constexpr):
+    """LN(cond) without a shift, in the dtype of products."""
+    hat, _ = normalize(load_rows(cond, row, at, length, D, 0, D), eps, 1)
+    return affine(hat, cond_gamma, cond_gamma, D, False).to(DTYPE)
+
+
+@triton.jit
+def _moments(x, row, at, length, eps, C: tl.constexpr):
+    """Mean and 1 / std of rows, [BLOCK_L, 1] each."""
+    tile = load_rows(x, row, at, length, C, 0, C)
+    mean = tl.sum(tile, 1) / C
+    centred = tile - mean[:, None]
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 1) / C + eps))
+    return mean[:, None], rstd[:, None]
+
+
+@triton.jit
 def adaptive_norm_kernel(
     x, cond, cond_gamma, w_gamma, gamma_bias, w_beta, out, M, eps,
-    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows. x and out [M, C], cond [M, D], w_gamma and w_beta [C, D]."""
     row, at, length = _place(M, BLOCK_L)
-    cond_hat, _ = normalize(load_rows(cond, row, at, length, D, 0, D), eps, 1)
-    normed = affine(cond_hat, cond_gamma, cond_gamma, D, False).to(w_gamma.dtype.element_ty)
-    x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
-    y = x_hat * _gate(normed, w_gamma, gamma_bias, 0, D, C, PRECISION)
-    y = tl.dot(normed, tl.trans(load_weight(w_beta, 0, D, C, D)), y, input_precision=PRECISION)
-    store_rows(out, row, at, length, C, 0, y, C)
+    mean, rstd = _moments(x, row, at, length, eps, C)
+    normed = _condition(cond, cond_gamma, row, at, length, eps, D, w_gamma.dtype.element_ty)
+    for o in range(0, C, BLOCK_O):
+        x_hat = (load_rows(x, row, at, length, C, o, BLOCK_O) - mean) * rstd
+        y = x_hat * _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        y = tl.dot(normed, tl.trans(load_weight(w_beta, o, D, BLOCK_O, D)), y, input_precision=PRECISION)
+        store_rows(out, row, at, length, C, o, y, BLOCK_O)
 
 
 @triton.jit
 def adaptive_norm_gradient_kernel(
-    grad_out, x, cond, cond_gamma, w_gamma, gamma_bias, w_beta, grad_x, grad_cond, grad_gate, M, eps,
-    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+    grad_out, x, cond, cond_gamma, w_gamma, gamma_bias, w_beta, other_x, other_cond, grad_x, grad_cond, grad_gate, M,
+    eps, C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L rows. grad_gate [M, C]: of gamma before its sigmoid."""
+    """One program: BLOCK_L rows. grad_gate [M, C]: of gamma before its sigmoid. With OTHERS, other_x and other_cond are
+    added to the gradients of x and cond."""
     row, at, length = _place(M, BLOCK_L)
-    cond_hat, _ = normalize(load_rows(cond, row, at, length, D, 0, D), eps, 1)
-    normed = affine(cond_hat, cond_gamma, cond_gamma, D, False).to(w_gamma.dtype.element_ty)
-    gate = _gate(normed, w_gamma, gamma_bias, 0, D, C, PRECISION)
-    x_hat, rstd = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
-    upstream = load_rows(grad_out, row, at, length, C, 0, C)
-    store_rows(grad_x, row, at, length, C, 0, normalize_gradient(upstream * gate, x_hat, rstd, 1), C)
-    of_gate = (upstream * x_hat * gate * (1.0 - gate)).to(w_gamma.dtype.element_ty)
-    store_rows(grad_gate, row, at, length, C, 0, of_gate, C)
-    grad = tl.dot(of_gate, load_weight(w_gamma, 0, D, C, D), input_precision=PRECISION)
-    upstream = load_rows(grad_out, row, at, length, C, 0, C).to(w_beta.dtype.element_ty)
-    grad = tl.dot(upstream, load_weight(w_beta, 0, D, C, D), grad, input_precision=PRECISION)
-    grad *= tl.load(cond_gamma + tl.arange(0, D)).to(tl.float32)[None, :]
-    cond_hat, rstd = normalize(load_rows(cond, row, at, length, D, 0, D), eps, 1)
-    store_rows(grad_cond, row, at, length, D, 0, normalize_gradient(grad, cond_hat, rstd, 1), D)
+    mean, rstd = _moments(x, row, at, length, eps, C)
+    normed = _condition(cond, cond_gamma, row, at, length, eps, D, w_gamma.dtype.element_ty)
+    grad = tl.zeros([BLOCK_L, D], tl.float32)
+    of_mean = tl.zeros([BLOCK_L], tl.float32)
+    of_std = tl.zeros([BLOCK_L], tl.float32)
+    for o in range(0, C, BLOCK_O):
+        gate = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        upstream = load_rows(grad_out, row, at, length, C, o, BLOCK_O)
+        part = load_weight(w_beta, o, D, BLOCK_O, D)
+        grad = tl.dot(upstream.to(part.dtype), part, grad, input_precision=PRECISION)
+        x_hat = (load_rows(x, row, at, length, C, o, BLOCK_O) - mean) * rstd
+        upstream *= gate
+        of_mean += tl.sum(upstream, 1)
+        upstream *= x_hat
+        of_std += tl.sum(upstream, 1)
+        part = load_weight(w_gamma, o, D, BLOCK_O, D)
+        of_gate = (upstream * (1.0 - gate)).to(part.dtype)
+        store_rows(grad_gate, row, at, length, C, o, of_gate, BLOCK_O)
+        grad = tl.dot(of_gate, part, grad, input_precision=PRECISION)
+    cond_hat, cond_rstd = normalize(load_rows(cond, row, at, length, D, 0, D), eps, 1)
+    grad = normalize_gradient(affine(grad, cond_gamma, cond_gamma, D, False), cond_hat, cond_rstd, 1)
+    if OTHERS:
+        grad += load_rows(other_cond, row, at, length, D, 0, D)
+    store_rows(grad_cond, row, at, length, D, 0, grad, D)
+    # The means of whole rows are known now; gates again, since keeping them would take the registers of the products.
+    for o in range(0, C, BLOCK_O):
+        result = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        result *= load_rows(grad_out, row, at, length, C, o, BLOCK_O)
+        x_hat = (load_rows(x, row, at, length, C, o, BLOCK_O) - mean) * rstd
+        result = rstd * (result - (of_mean / C)[:, None] - x_hat * (of_std / C)[:, None])
+        if OTHERS:
+            result += load_rows(other_x, row, at, length, C, o, BLOCK_O)
+        store_rows(grad_x, row, at, length, C, o, result, BLOCK_O)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def adaptive_norm(
             config, constants = _narrow("adaptive_norm", x, cond, dtype)
             kernels.adaptive_norm_kernel[(ceil_div(rows, config["block_l"]),)](
                 x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype), out, rows, EPS,
-                **constants, **options(config),
+                BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip
         else:
             _, _, pre = _scales(cond, cond_norm_weight, gamma_weight, beta_weight, dtype)
@@ -54,8 +54,9 @@ def adaptive_norm_backward(
     gamma_bias: Tensor,
     beta_weight: Tensor,
     dtype: torch.dtype,
+    others: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the six arguments."""
+    """Gradients of the six arguments; `others` are added to those of x and cond."""
     grad_out, x, cond = _flat(grad_out), _flat(x), _flat(cond)
     rows, width = x.shape
     grad_x, grad_cond = torch.empty_like(x), torch.empty_like(cond)
@@ -64,8 +65,9 @@ def adaptive_norm_backward(
             grad_gate = torch.empty_like(x, dtype=dtype)
             config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
             kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
-                grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype), grad_x,
-                grad_cond, grad_gate, rows, EPS, **constants, **options(config),
+                grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
+                *((x, cond) if others is None else map(_flat, others)), grad_x, grad_cond, grad_gate, rows, EPS,
+                BLOCK_O=min(config["block_o"], width), OTHERS=others is not None, **constants, **options(config),
             )  # fmt: skip
             sums = Rows(1, 1, rows, 2 * width, cond.shape[1], x.device, dtype)
             sums.add(by_rows(grad_gate), by_rows(cond), width, norm=True)
@@ -79,7 +81,9 @@ def adaptive_norm_backward(
                 grad_out, x, pre, gamma_bias, grad_x, grad_pre, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c,
                 num_warps=4,
             )  # fmt: skip
-            grad_cond = normalized_gradient(cond, grad_pre @ weights)
+            if others is not None:
+                grad_x += _flat(others[0])
+            grad_cond = normalized_gradient(cond, grad_pre @ weights, None if others is None else _flat(others[1]))
             products = (grad_pre.mT @ source)[:, : cond.shape[1]].float()
             totals = grad_pre.sum(0, dtype=torch.float32).unsqueeze(1)
         grad_gamma_weight, grad_beta_weight, grad_cond_gamma = through_norm(

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, ceil_div, configuration, in_dtype, options, round_up, shared_strides
+from megafold.evofusion.launch import EPS, ceil_div, configuration, options, round_up, shared_strides
 from megafold.evofusion.triangle_multiplication import kernels
-from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, through_norm
+from megafold.evofusion.weight_gradient import product_over_rows, through_norm
+
+FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
+"""Rows of weights that a program of `fold_kernel` takes, and pairs that one of the normalising kernels takes."""
+
+GATED = ("project", "output", "output_gradient", "gate_gradient")
+"""Kernels with a sigmoid."""
+
+Pair = tuple[Tensor, Tensor]
 
 
 class Call:
-    """Sizes, grid and weights in the dtype of products, shared by the kernels of one call.
+    """Sizes, grid and what the kernels of one call share.
 
     x may be R of the N rows of pairs, [B, R, N, C] (see :mod:`megafold.evosp3d.sharded_triangle`); its planes are then
     not padded with rows, since nobody multiplies them.
@@ -24,35 +35,94 @@ class Call:
         self.padded = round_up(self.size)
         self.tall = self.rows if block else self.padded
         self.weights = in_weight, gate_weight, out_weight
-        self.w_in, self.w_gate, self.w_out = in_dtype(dtype, *self.weights)
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
         self.dropped = None if dropped is None else dropped.contiguous()
         self.strides = shared_strides(self.dropped)
         self.sizes = self.rows, self.size, self.tall, self.padded
-
-    def common(self, kernel: str) -> tuple[tuple[int], dict]:
-        """Grid and the keyword arguments of every kernel."""
-        config = configuration(f"triangle_{kernel}", self.dtype, self.x.device)
-        grid = self.batch * self.tall * ceil_div(self.padded, config["block_l"])
-        keywords = {
-            "C": self.width,
-            "BLOCK_L": config["block_l"],
-            "BLOCK_O": min(config["block_o"], self.width),
-            "PRECISION": triton_support.float32_precision(),
-        }
-        return (grid,), keywords | options(config)
+        self._folded: dict[str, Pair] = {}
+        self._normalized: Pair | None = None
 
     def new(self, channels: int) -> Tensor:
         """Uninitialised [B, channels, T, P] in the dtype of products."""
         shape = (self.batch, channels, self.tall, self.padded)
         return torch.empty(shape, device=self.x.device, dtype=self.dtype)
 
+    def _tiles(self, block_l: int) -> int:
+        return self.batch * self.tall * ceil_div(self.padded, block_l)
+
+    def _each(self, kernel: str, channels: int) -> tuple[tuple[int], dict]:
+        """Grid with a program for each tile, and keyword arguments of a kernel that makes so many channels."""
+        config = configuration(f"triangle_{kernel}", self.dtype, self.x.device)
+        constants = self._constants(config, channels)
+        if kernel not in GATED:
+            del constants["FAST"]
+        return (self._tiles(config["block_l"]),), constants | options(config)
+
+    def _resident(self, kernel: str, channels: int) -> tuple[tuple[int, int], tuple[int, ...], dict]:
+        """Grid with a few programs for each multiprocessor, sizes, and keyword arguments of a kernel."""
+        config = configuration(f"triangle_{kernel}", self.dtype, self.x.device)
+        constants = self._constants(config, channels)
+        parts, tiles = channels // constants["BLOCK_O"], self._tiles(config["block_l"])
+        programs = config.get("programs", 2) * triton_support.multiprocessors(self.x.device)
+        grid = min(tiles, ceil_div(programs, parts)), parts
+        return grid, (*self.sizes, tiles), constants | {"STAGES": config["num_stages"]} | options(config)
+
+    def _constants(self, config: dict, channels: int) -> dict:
+        return {
+            "C": self.width,
+            "BLOCK_L": config["block_l"],
+            "BLOCK_O": min(config["block_o"], channels),
+            "FAST": triton_support.takes_ptx(self.x.device),
+            "PRECISION": triton_support.float32_precision(),
+        }
+
+    def _of_input(self, gamma: Tensor, beta: Tensor) -> Pair:
+        """[5 C, C] and [5 C]: the weights of all that is projected from LN(x)."""
+        if "in" not in self._folded:
+            self._folded["in"] = self._fold(self.weights[:2], gamma, beta)
+        return self._folded["in"]
+
+    def _of_output(self, gamma: Tensor, beta: Tensor, out_gamma: Tensor, out_beta: Tensor) -> tuple[Tensor, ...]:
+        """Weights and shifts of the gate and of what is projected from the product's LayerNorm, [C, C] and [C] each."""
+        if "out" not in self._folded:
+            self._folded["out"] = self._fold(self.weights[2:], out_gamma, out_beta)
+        w, shift = self._of_input(gamma, beta)
+        return w[4 * self.width :], shift[4 * self.width :], *self._folded["out"]
+
+    def _fold(self, weights: tuple[Tensor, ...], gamma: Tensor, beta: Tensor) -> Pair:
+        rows = sum(len(w) for w in weights)
+        w = torch.empty((rows, self.width), device=self.x.device, dtype=self.dtype)
+        shift = torch.empty(rows, device=self.x.device, dtype=torch.float32)
+        kernels.fold_kernel[(rows // FOLD_ROWS,)](
+            weights[0].contiguous(), weights[-1].contiguous(), gamma, beta, w, shift, len(weights[0]), C=self.width,
+            BLOCK=FOLD_ROWS, num_warps=4,
+        )  # fmt: skip
+        return w, shift
+
+    def _of_x(self) -> Pair:
+        """(x - mean) / std with ones behind it [B, T, P, C + 8], and 1 / std [B, T, P], for the backward."""
+        if self._normalized is None:
+            shape = (self.batch, self.tall, self.padded)
+            x_hat = torch.empty((*shape, self.width + 8), device=self.x.device, dtype=self.dtype)
+            self._normalized = x_hat, self._normalize(kernels.normalize_kernel, self.x, x_hat)
+        return self._normalized
+
+    def _normalize(self, kernel, source: Tensor, out: Tensor) -> Tensor:
+        """Run one of the normalising kernels; returns 1 / std [B, T, P]."""
+        rstd = torch.empty((self.batch, self.tall, self.padded), device=self.x.device, dtype=torch.float32)
+        kernel[(self._tiles(NORMALIZED_PAIRS),)](
+            source, out, rstd, *self.sizes, EPS, C=self.width, BLOCK_L=NORMALIZED_PAIRS, num_warps=4
+        )
+        return rstd
+
     def project(self, gamma: Tensor, beta: Tensor, operands: Tensor, first: int = 0) -> None:
         """Write the left and right operands to 2 C channels of [B, channels, T, P], from channel `first`."""
-        grid, keywords = self.common("project")
+        norm = self._normalized is None
+        grid, keywords = self._each("project", 2 * self.width)
         kernels.project_kernel[grid](
-            self.x, gamma, beta, self.w_in, self.x if self.mask is None else self.mask, operands, first,
-            operands.shape[1], *self.sizes, EPS, HAS_MASK=self.mask is not None, **keywords,
+            self.x if norm else self._normalized[0], *self._of_input(gamma, beta),
+            self.x if self.mask is None else self.mask, operands, first, operands.shape[1], *self.sizes, EPS,
+            HAS_MASK=self.mask is not None, NORM=norm, **keywords,
         )  # fmt: skip
 
     def output(
@@ -60,9 +130,9 @@ class Call:
     ) -> Tensor:
         """The rows [B, R, N, C] from the product [B, C, T, P]."""
         out = torch.empty_like(self.x, dtype=self.x.dtype if residual else self.dtype)
-        grid, keywords = self.common("output")
+        grid, keywords = self._each("output", self.width)
         kernels.output_kernel[grid](
-            self.x, gamma, beta, self.w_gate, product, out_gamma, out_beta, self.w_out,
+            self.x, product, *self._of_output(gamma, beta, out_gamma, out_beta),
             self.x if self.dropped is None else self.dropped, out, *self.strides, *self.sizes, EPS,
             HAS_DROPPED=self.dropped is not None, RESIDUAL=residual, **keywords,
         )  # fmt: skip
@@ -70,27 +140,33 @@ class Call:
 
     def output_gradient(
         self, grad_out: Tensor, gamma: Tensor, beta: Tensor, product: Tensor, out_gamma: Tensor, out_beta: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         """[B, 5 C, T, P], in the order of the weights' rows, and the gradient of the product [B, C, T, P].
 
-        The first C channels hold the gradient of the projected product, the last C that of the gate: see the kernels.
+        The first C channels hold the gradient of the projected product, the second C its LayerNorm, the last C the
+        gradient of the gate: see the kernels.
         """
         grads, grad_product = self.new(5 * self.width), self.new(self.width)
-        grid, keywords = self.common("output_gradient")
+        rstd = self._normalize(kernels.normalize_product_kernel, product, grads)
+        of_output = self._of_output(gamma, beta, out_gamma, out_beta)
+        grid, sizes, keywords = self._resident("output_gradient", self.width)
         kernels.output_gradient_kernel[grid](
-            grad_out, self.x, gamma, beta, self.w_gate, product, out_gamma, out_beta, self.w_out,
-            self.x if self.dropped is None else self.dropped, grad_product, grads, *self.strides, *self.sizes, EPS,
-            HAS_DROPPED=self.dropped is not None, **keywords,
+            grad_out, self._of_x()[0], *of_output, self.x if self.dropped is None else self.dropped, grads,
+            *self.strides, *sizes, HAS_DROPPED=self.dropped is not None, **keywords,
         )  # fmt: skip
+        grid, keywords = self._each("product_gradient", self.width)
+        kernels.product_gradient_kernel[grid](grads, rstd, of_output[2], grad_product, *self.sizes, **keywords)
         return grads, grad_product
 
     def of_output_weights(
         self, grads: Tensor, product: Tensor, out_gamma: Tensor, out_beta: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of out_weight and of the second LayerNorm, before the first C channels are written again."""
-        rows = Rows(self.batch, self.rows, self.size, self.width, self.width, self.x.device, self.dtype)
-        rows.add(self._columns(grads), self._columns(product), self.width, norm=True)
-        return through_norm(*rows.finish(), self.weights[2:], out_gamma, out_beta)
+        """Gradients of out_weight and of the second LayerNorm, before the first 2 C channels are written again."""
+        upstream = grads[:, : self.width]
+        rows = (item[: 2 * self.width].flatten(1).mT.split(self.width, 1) for item in grads)
+        products = _summed(product_over_rows(of_out, p_hat) for of_out, p_hat in rows)
+        sums = upstream.sum((0, 2, 3), dtype=torch.float32).unsqueeze(1)
+        return through_norm(products, sums, self.weights[2:], out_gamma, out_beta)
 
     def input_gradient(
         self, grad_out: Tensor, gamma: Tensor, beta: Tensor, grads: Tensor, residual: bool
@@ -99,19 +175,26 @@ class Call:
 
         The first 2 C channels of ``grads`` hold the gradients of the operands.
         """
-        grad_x = torch.empty_like(self.x)
-        grid, keywords = self.common("input_gradient")
-        kernels.input_gradient_kernel[grid](
-            grad_out, self.x, gamma, beta, self.w_in, self.w_gate, self.x if self.mask is None else self.mask,
-            grads, grad_x, *self.sizes, EPS, HAS_MASK=self.mask is not None, RESIDUAL=residual, **keywords,
+        (x_hat, rstd), (w, shift) = self._of_x(), self._of_input(gamma, beta)
+        grid, sizes, keywords = self._resident("gate_gradient", 2 * self.width)
+        kernels.gate_gradient_kernel[grid](
+            x_hat, w, shift, self.x if self.mask is None else self.mask, grads, *sizes,
+            HAS_MASK=self.mask is not None, **keywords,
         )  # fmt: skip
-        rows = Rows(self.batch, self.rows, self.size, 5 * self.width, self.width, self.x.device, self.dtype)
-        rows.add(self._columns(grads), by_rows(self.x), 5 * self.width, norm=True)
-        return grad_x, through_norm(*rows.finish(), self.weights[:2], gamma, beta)
+        grad_x = torch.empty_like(self.x)
+        grid, keywords = self._each("input_gradient", self.width)
+        kernels.input_gradient_kernel[grid](
+            grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
+        )
+        # The ones behind x_hat make the sums over the rows in the same product.
+        products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
+        sums = products[:, self.width : self.width + 1]
+        return grad_x, through_norm(products[:, : self.width], sums, self.weights[:2], gamma, beta)
 
-    def _columns(self, planes: Tensor) -> Operand:
-        area = self.tall * self.padded
-        return Operand(planes, planes.shape[1] * area, self.padded, area, columns=True)
+
+def _summed(parts: Iterable[Tensor]) -> Tensor:
+    """Over structures, in their order."""
+    return functools.reduce(torch.add, parts)
 
 
 def forward(
