@@ -85,9 +85,14 @@ def block_shape(name: str, array: np.ndarray) -> tuple[int, ...]:
     if not array.size or not array.view(np.uint8).any():
         return ()
     if name == "msa":
-        return tuple(min(size, limit) for size, limit in zip(array.shape, MSA_BLOCK))
+        return even_block(array.shape, MSA_BLOCK)
     row = array.nbytes // len(array)
     return (max(1, min(len(array), BLOCK_BYTES // max(row, 1))), *array.shape[1:])
+
+
+def even_block(shape: tuple[int, ...], limit: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of as many blocks as `limit` asks for, of equal sizes: what fills the last one up is inflated, too."""
+    return tuple(-(-size // -(-size // most)) for size, most in zip(shape, limit))
 
 
 def pack(array: np.ndarray, corner: tuple[int, ...], block: tuple[int, ...], level: int = LEVEL) -> bytes:

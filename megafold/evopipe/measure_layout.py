@@ -71,7 +71,7 @@ def _row(what: str, label: str, level: int, entries, crops, shape: tuple[int, in
         arrays = codec.stored(entry)
         chosen = {"msa": arrays["msa"]} if shape else {k: v for k, v in arrays.items() if k != "msa" and v.size}
         blocks = {
-            name: tuple(map(min, zip(array.shape, shape))) if shape else codec.block_shape(name, array)
+            name: codec.even_block(array.shape, shape) if shape else codec.block_shape(name, array)
             for name, array in chosen.items()
         }
 
