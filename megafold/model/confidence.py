@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from megafold.model.bins import bin_labels
 from megafold.model.confidence_labels import Structure, confidence_labels
 from megafold.model.geometry import distances
+from megafold.model.graphs import GRAPHS
 from megafold.model.pair_loss import pair_cross_entropy
 from megafold.model.tokens import to_atoms
 
@@ -164,8 +165,15 @@ def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _keeping_activations(head: ConfidenceHead, pairs: int) -> Iterator[None]:
-    """The head's blocks without checkpoints, if the activations of ``pairs`` token pairs are few enough to be kept."""
+    """The head's blocks without checkpoints, if the activations of ``pairs`` token pairs are few enough to be kept.
+
+    Blocks that are graphs stay so: the host needs longer to launch a block than the device to compute it once more.
+    """
     stack = head.pairformer_stack
+    graphs = getattr(stack, GRAPHS, None)
+    if graphs is not None and graphs.runs(next(stack.parameters())):
+        yield
+        return
     elements = pairs * head.dist_bin_pairwise_embed.embedding_dim * len(stack.layers) * stack.recurrent_depth
     before = stack.checkpoint
     stack.checkpoint = before and elements > KEPT_ELEMENTS

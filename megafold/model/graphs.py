@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from megafold.model.buffers import Buffers, Cell
 
 GRAPHS = "_megafold_graphs"  # where a stack finds its graphs
-MOST_SHAPES = 12
-FIRST_SHAPES, KNOWN_SHAPES = 6, 256
+MOST_SHAPES = 16
+FIRST_SHAPES, KNOWN_SHAPES = 8, 256
 # Blocks on larger tensors (N above 1448, with 128 channels of pairs) keep a device busy without graphs, whose memory
 # nothing else can use.
 MOST_ELEMENTS = 1 << 28

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafold.model.graphs import GRAPHS
+from megafold.model.repeated import Repeated
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -79,6 +80,28 @@ def transformer_blocks(
         noised_repr, first_values = in_blocks(self, _first_block, layers.pop(0), noised_repr, *context, None)
     (noised_repr,) = in_stack(self, _transformer_block, layers, (noised_repr,), *context, first_values)
     return noised_repr
+
+
+def serial_blocks(
+    self: Module,
+    noised_repr: Tensor,
+    *,
+    single_repr: Any,
+    pairwise_repr: Any,
+    mask: Tensor | None = None,
+    windowed_mask: Tensor | None = None,
+) -> Tensor:
+    """``DiffusionTransformer.to_serial_layers`` of a rollout, as graphs: [B, N, d] -> [B, N, d].
+
+    A memory of biases is left out: graphs read fixed addresses, and a bias is made faster than it is copied there.
+    """
+    graphs = getattr(self, GRAPHS, None)
+    context = [Repeated(t.once, t.copies) if isinstance(t, Repeated) else t for t in (single_repr, pairwise_repr)]
+    context += [mask, windowed_mask, None]
+    if graphs is None or torch.is_grad_enabled() or self.add_value_residual or not graphs.runs(noised_repr, *context):
+        given = {"single_repr": single_repr, "pairwise_repr": pairwise_repr}
+        return type(self).to_serial_layers(self, noised_repr, **given, mask=mask, windowed_mask=windowed_mask)
+    return graphs.run_stack(_transformer_block, list(self.layers), (noised_repr,), *context)[0]
 
 
 def _transformer_block(layer: Any, *args: Any) -> tuple[Tensor]:

@@ -31,6 +31,7 @@ evofusion             SmoothLDDTLoss.forward                                  fu
 evofusion             AttentionPairBias.forward                               attention.*, bias and windows by EvoFusion
 recompute, graphs     DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
 recompute, graphs     PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
+graphs                DiffusionTransformer.to_serial_layers (tokens)          recompute.serial_blocks
 graphs                MSAModule.to_checkpointed_layers                        recompute.msa_blocks
 graphs                TemplateEmbedder.to_checkpointed_layers                 recompute.template_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
@@ -216,11 +217,14 @@ def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Rep
         stacks["template_embedder"] = ("to_checkpointed_layers", recompute.template_blocks)
     for path, (name, function) in stacks.items():
         module = model.get_submodule(path)
-        if graphs is not None and path != "confidence_head.pairformer_stack":
+        is_confidence = path == "confidence_head.pairformer_stack"
+        if graphs is not None and (module.checkpoint or not is_confidence):
             if not module.checkpoint:
                 missed.append((path, "graphs: without checkpointing its blocks stay as they are"))
                 continue
             yield path, GRAPHS, graphs, "graphs"
+            if path == "diffusion_module.token_transformer":
+                yield path, "to_serial_layers", recompute.serial_blocks, "blocks of a rollout (graphs)"
         if not (plan.recompute and path == "diffusion_module.token_transformer"):
             yield path, name, function, f"blocks ({how})"
 

@@ -197,6 +197,27 @@ def test_another_length_seen_once_is_not_recorded(module, monkeypatch):
         assert graphs.shapes == shapes
 
 
+def test_rollout_and_confidence_head_are_the_same_as_graphs(make_model, make_batch, step):
+    from megafold.model import replacements
+    from megafold.model.optimize import optimize
+
+    model = make_model(**CHECKPOINTED, **DEEP, checkpoint_confidence_head=True)
+    batch = make_batch(9, confidence=True)
+    optimize(model, Plan(graphs=False))
+    expected = step(model, batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
+        assert optimize(model, Plan()).replaced["graphs"] == 5
+    for _ in range(2):
+        found = step(model, batch)
+        torch.testing.assert_close(found[0], expected[0])
+        assert found[1].keys() == expected[1].keys()
+        for name, gradient in found[1].items():
+            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
+    kinds = [key[0] for key in model.pairformer._megafold_graphs._shapes]
+    assert (kinds.count("_transformer_block"), kinds.count("_pairformer_block")) == (2, 2)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
 def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, make_batch, step):
     from megafold.model import replacements
