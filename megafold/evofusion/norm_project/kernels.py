@@ -72,6 +72,56 @@ def project_kernel(
 
 
 @triton.jit
+def _project_to(
+    normed, w, bias, out, row, at, length, p,
+    OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    y = tl.dot(normed, w, input_precision=PRECISION)
+    if HAS_BIAS:
+        y += tl.load(bias + p * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.float32)[None, :]
+    store_rows(out, row, at, length, OUTPUTS, 0, y, OUTPUTS)
+
+
+@triton.jit
+def resident_project_kernel(
+    x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, tiles, programs, eps,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`project_kernel` with all weights in shared memory: every `programs`-th tile of rows."""
+    pid = tl.program_id(0)
+    w0 = tl.trans(load_weight(w, 0, C, OUTPUTS, C))
+    w1, w2, w3 = w0, w0, w0
+    if COUNT > 1:
+        w1 = tl.trans(load_weight(w, OUTPUTS, C, OUTPUTS, C))
+    if COUNT > 2:
+        w2 = tl.trans(load_weight(w, 2 * OUTPUTS, C, OUTPUTS, C))
+    if COUNT > 3:
+        w3 = tl.trans(load_weight(w, 3 * OUTPUTS, C, OUTPUTS, C))
+    blocks = tl.cdiv(L, BLOCK_L)
+    at = tl.arange(0, BLOCK_L)
+    for k in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        tile = pid + k * programs
+        b = (tile // blocks).to(tl.int64)
+        start = (tile % blocks) * BLOCK_L
+        row, length = b * L + start, L - start
+        x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
+        normed = affine(x_hat, gamma, beta, C, HAS_BETA).to(heads.dtype.element_ty)
+        _project_to(normed, w0, bias, out0, row, at, length, 0, OUTPUTS, HAS_BIAS, PRECISION)
+        if COUNT > 1:
+            _project_to(normed, w1, bias, out1, row, at, length, 1, OUTPUTS, HAS_BIAS, PRECISION)
+        if COUNT > 2:
+            _project_to(normed, w2, bias, out2, row, at, length, 2, OUTPUTS, HAS_BIAS, PRECISION)
+        if COUNT > 3:
+            _project_to(normed, w3, bias, out3, row, at, length, 3, OUTPUTS, HAS_BIAS, PRECISION)
+        if HEADS > 0:
+            part = _head_weight(w_heads, C, HEADS, BLOCK_H)
+            y = tl.dot(part, tl.trans(normed), input_precision=PRECISION)
+            offsets, exists = _heads(b, start, at, length, L, HEADS, BLOCK_H)
+            tl.store(heads + offsets, y.to(heads.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def gradient_kernel(
     x, gamma, w, w_heads, grad0, grad1, grad2, grad3, grad_heads, other, grad_x, x_hats, L, eps,
     C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -100,3 +150,62 @@ def gradient_kernel(
     if OTHER:
         grad += load_rows(other, row, at, length, C, 0, C)
     store_rows(grad_x, row, at, length, C, 0, grad, C)
+
+
+@triton.jit
+def resident_gradient_kernel(
+    x, gamma, w, w_heads, grad0, grad1, grad2, grad3, grad_heads, other, grad_x, x_hats, L, tiles, programs, eps,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, OTHER: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`gradient_kernel` with all weights in shared memory: every `programs`-th tile of rows.
+
+    Weights and gradients go by up to four blocks of WIDE columns: of one projection, or each of its own.
+    """
+    pid = tl.program_id(0)
+    BLOCKS: tl.constexpr = COUNT * (OUTPUTS // WIDE)
+    STEP: tl.constexpr = WIDE if COUNT == 1 else 0
+    w0 = load_weight(w, 0, C, WIDE, C)
+    w1, w2, w3 = w0, w0, w0
+    if BLOCKS > 1:
+        w1 = load_weight(w, WIDE, C, WIDE, C)
+    if BLOCKS > 2:
+        w2 = load_weight(w, 2 * WIDE, C, WIDE, C)
+    if BLOCKS > 3:
+        w3 = load_weight(w, 3 * WIDE, C, WIDE, C)
+    blocks = tl.cdiv(L, BLOCK_L)
+    at = tl.arange(0, BLOCK_L)
+    for k in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        tile = pid + k * programs
+        b = (tile // blocks).to(tl.int64)
+        start = (tile % blocks) * BLOCK_L
+        row, length = b * L + start, L - start
+        # All loads first: one wait for all of them.
+        y0 = load_rows(grad0, row, at, length, OUTPUTS, 0, WIDE).to(w.dtype.element_ty)
+        y1, y2, y3 = y0, y0, y0
+        if BLOCKS > 1:
+            y1 = load_rows(grad1, row, at, length, OUTPUTS, STEP, WIDE).to(w.dtype.element_ty)
+        if BLOCKS > 2:
+            y2 = load_rows(grad2, row, at, length, OUTPUTS, 2 * STEP, WIDE).to(w.dtype.element_ty)
+        if BLOCKS > 3:
+            y3 = load_rows(grad3, row, at, length, OUTPUTS, 3 * STEP, WIDE).to(w.dtype.element_ty)
+        x_tile = load_rows(x, row, at, length, C, 0, C)
+        grad = tl.dot(y0, w0, input_precision=PRECISION)
+        if BLOCKS > 1:
+            grad = tl.dot(y1, w1, grad, input_precision=PRECISION)
+        if BLOCKS > 2:
+            grad = tl.dot(y2, w2, grad, input_precision=PRECISION)
+        if BLOCKS > 3:
+            grad = tl.dot(y3, w3, grad, input_precision=PRECISION)
+        if HEADS > 0:
+            offsets, exists = _heads(b, start, at, length, L, HEADS, BLOCK_H)
+            y = tl.trans(tl.load(grad_heads + offsets, mask=exists, other=0.0))
+            part = _head_weight(w_heads, C, HEADS, BLOCK_H)
+            grad = tl.dot(y.to(w_heads.dtype.element_ty), part, grad, input_precision=PRECISION)
+        x_hat, rstd = normalize(x_tile, eps, 1)
+        store_rows(x_hats, row, at, length, C, 0, x_hat, C)
+        grad *= tl.load(gamma + tl.arange(0, C)).to(tl.float32)[None, :]
+        grad = normalize_gradient(grad, x_hat, rstd, 1)
+        if OTHER:
+            grad += load_rows(other, row, at, length, C, 0, C)
+        store_rows(grad_x, row, at, length, C, 0, grad, C)

@@ -10,6 +10,9 @@ from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configurati
 from megafold.evofusion.norm_project import kernels
 from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, gradients_through_norm
 
+RESIDENT_BYTES = 1 << 17
+"""Largest weights that a program keeps in shared memory."""
+
 MOST = 4
 """Projections by rows that one call may have."""
 
@@ -32,12 +35,20 @@ def forward(
     heads = x.new_empty((batch, number, *x.shape[1:-1]) if number else (0,), dtype=dtype)
     w, w_heads = _weights(weight, head_weight, x, dtype)
     config = configuration("norm_project", dtype, x.device)
+    arguments = (x, norm_weight, x if norm_bias is None else norm_bias, w, x if bias is None else bias, w_heads)
+    tiles = batch * ceil_div(length, config["block_l"])
+    flags = {"HAS_BETA": norm_bias is not None, "HAS_BIAS": bias is not None}
+    constants = _constants(config, width, outputs, count, number) | flags | options(config)
     with triton_support.device_guard(x.device):
-        kernels.project_kernel[(batch * ceil_div(length, config["block_l"]),)](
-            x, norm_weight, x if norm_bias is None else norm_bias, w, x if bias is None else bias, w_heads, *rows,
-            heads, length, EPS, HAS_BETA=norm_bias is not None, HAS_BIAS=bias is not None,
-            **_constants(config, width, outputs, count, number), **options(config),
-        )  # fmt: skip
+        if _is_resident(config, w, count):
+            programs = min(tiles, config["programs"] * triton_support.multiprocessors(x.device))
+            constants |= {"STAGES": config["num_stages"]}
+            del constants["BLOCK_O"]
+            kernels.resident_project_kernel[(programs,)](
+                *arguments, *rows, heads, length, tiles, programs, EPS, **constants
+            )
+        else:
+            kernels.project_kernel[(tiles,)](*arguments, *rows, heads, length, EPS, **constants)
     return (*rows, heads)
 
 
@@ -65,10 +76,9 @@ def backward(
     config = configuration("norm_project_gradient", dtype, x.device)
     grad_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     with triton_support.device_guard(x.device):
-        kernels.gradient_kernel[(batch * ceil_div(length, config["block_l"]),)](
-            x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, x, grad_x, normed, length, EPS,
-            OTHER=False, **_constants(config, width, outputs, count, number), **options(config),
-        )  # fmt: skip
+        pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, x, grad_x, normed)
+        constants = _constants(config, width, outputs, count, number) | {"OTHER": False}
+        _launch_gradient(pointers, batch, length, config, constants)
         parts = []
         if count:
             sums = Rows(1, 1, batch * length, weight.shape[0], width, x.device, dtype)
@@ -100,10 +110,31 @@ def input_gradient(
     """
     config = configuration("norm_project_gradient", w.dtype, x.device)
     length, width = x.shape
-    kernels.gradient_kernel[(ceil_div(length, config["block_l"]),)](
-        x, norm_weight, w, w, grad, x, x, x, x, x if other is None else other, grad_x, normed, length, EPS,
-        OTHER=other is not None, **_constants(config, width, w.shape[0], 1, 0), **options(config),
-    )  # fmt: skip
+    pointers = (x, norm_weight, w, w, *[grad] * MOST, x, x if other is None else other, grad_x, normed)
+    constants = _constants(config, width, w.shape[0], 1, 0) | {"OTHER": other is not None}
+    _launch_gradient(pointers, 1, length, config, constants)
+
+
+def _launch_gradient(pointers: tuple[Tensor, ...], batch: int, length: int, config: dict, constants: dict) -> None:
+    tiles, count = batch * ceil_div(length, config["block_l"]), constants["COUNT"]
+    x, w = pointers[0], pointers[2]
+    constants = constants | options(config)
+    if _is_resident(config, w, count):
+        programs = min(tiles, config["programs"] * triton_support.multiprocessors(x.device))
+        del constants["BLOCK_O"]
+        wide = constants["OUTPUTS"] if count > 1 else max(16, constants["OUTPUTS"] // MOST)
+        constants |= {"STAGES": config["num_stages"], "WIDE": wide}
+        kernels.resident_gradient_kernel[(programs,)](*pointers, length, tiles, programs, EPS, **constants)
+    else:
+        kernels.gradient_kernel[(tiles,)](*pointers, length, EPS, **constants)
+
+
+def _is_resident(config: dict, w: Tensor, count: int) -> bool:
+    """Whether programs keep all weights in shared memory; a configuration that says how many programs asks for it."""
+    if "programs" not in config or not count:
+        return False
+    outputs = w.shape[0] // count
+    return outputs & (outputs - 1) == 0 and w.numel() * w.element_size() <= RESIDENT_BYTES
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:

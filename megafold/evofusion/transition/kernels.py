@@ -82,3 +82,38 @@ def gradient_kernel(
         store_rows(grads, row, at, length, 2 * INNER, n, grad * silu, BLOCK_O)
         grad *= values * (s + silu * (1.0 - s))
         store_rows(grads, row, at, length, 2 * INNER, INNER + n, grad, BLOCK_O)
+
+
+@triton.jit
+def resident_gradient_kernel(
+    grad_out, x, gamma, beta, w_in, w_out, hidden, grads, upstream, M, tiles, programs, eps,
+    C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`gradient_kernel` with all weights in shared memory: every `programs`-th tile of rows."""
+    pid = tl.program_id(0)
+    HALF: tl.constexpr = INNER // 2
+    v0 = tl.trans(load_weight(w_in, 0, C, HALF, C))
+    v1 = tl.trans(load_weight(w_in, HALF, C, HALF, C))
+    g0 = tl.trans(load_weight(w_in, INNER, C, HALF, C))
+    g1 = tl.trans(load_weight(w_in, INNER + HALF, C, HALF, C))
+    o0 = _out_weight(w_out, 0, INNER, C, HALF)
+    o1 = _out_weight(w_out, HALF, INNER, C, HALF)
+    at = tl.arange(0, BLOCK_L)
+    for k in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        row = (pid + k * programs).to(tl.int64) * BLOCK_L
+        length = M - row
+        above = load_rows(grad_out, row, at, length, C, 0, C).to(w_in.dtype.element_ty)
+        normed = _normed(x, gamma, beta, row, at, length, eps, C, NORM).to(w_in.dtype.element_ty)
+        if COPY:
+            store_rows(upstream, row, at, length, C, 0, above, C)
+        for half in tl.static_range(2):
+            values = tl.dot(normed, v0 if half == 0 else v1, input_precision=PRECISION)
+            gates = tl.dot(normed, g0 if half == 0 else g1, input_precision=PRECISION)
+            grad = tl.dot(above, o0 if half == 0 else o1, input_precision=PRECISION)
+            s = sigmoid(gates)
+            silu = gates * s
+            store_rows(hidden, row, at, length, INNER, half * HALF, values * silu, HALF)
+            store_rows(grads, row, at, length, 2 * INNER, half * HALF, grad * silu, HALF)
+            grad *= values * (s + silu * (1.0 - s))
+            store_rows(grads, row, at, length, 2 * INNER, INNER + half * HALF, grad, HALF)

@@ -18,6 +18,9 @@ from megafold.evofusion.rows import padded
 from megafold.evofusion.transition import kernels
 from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
 
+RESIDENT_BYTES = 3 << 16
+"""Largest weights that a program keeps in shared memory."""
+
 CHUNK_ELEMENTS = 1 << 28
 """Most elements of the intermediate's gradients at once: 512 MiB in 16-bit."""
 
@@ -39,10 +42,10 @@ def forward(
             return out, _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out)
         config, constants = _narrow("transition", x, norm_weight, in_weight, dtype)
         rows = x.numel() // x.shape[-1]
+        pointers = (x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out)
         kernels.transition_kernel[(ceil_div(rows, config["block_l"]),)](
-            x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out, rows,
-            in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config),
-        )  # fmt: skip
+            *pointers, rows, in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config)
+        )
     return out, x.new_empty(0, dtype=dtype)
 
 
@@ -91,6 +94,19 @@ def _narrow(
     return config, constants
 
 
+def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config: dict, constants: dict) -> None:
+    """One program a tile, or where a configuration says how many programs and they hold all weights, those."""
+    tiles, constants, width = ceil_div(rows, config["block_l"]), constants | options(config), constants["C"]
+    size = 3 * inner * width * pointers[4].element_size()
+    if "programs" in config and inner & (inner - 1) == 0 and inner >= 32 and size <= RESIDENT_BYTES:
+        programs = min(tiles, config["programs"] * triton_support.multiprocessors(pointers[0].device))
+        del constants["BLOCK_O"]
+        constants |= {"STAGES": config["num_stages"], "INNER": inner}
+        kernels.resident_gradient_kernel[(programs,)](*pointers, rows, tiles, programs, EPS, **constants)
+    else:
+        kernels.gradient_kernel[(tiles,)](*pointers, rows, inner, EPS, **constants)
+
+
 def _vectors(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return (x, x) if norm_weight is None else (norm_weight, norm_bias)
 
@@ -116,10 +132,9 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
         part = slice(share * chunk, min(count, (share + 1) * chunk))
         size = part.stop - part.start
         source, upstream = normed if norm else x_rows[part], above if copies else grad_rows[part]
-        kernels.gradient_kernel[(ceil_div(size, config["block_l"]),)](
-            grad_rows[part], x_rows[part], *_vectors(x, norm_weight, norm_bias), w_in, w_out, hidden, grads, upstream,
-            size, inner, EPS, COPY=copies, **constants, **options(config),
-        )  # fmt: skip
+        vectors = _vectors(x, norm_weight, norm_bias)
+        pointers = (grad_rows[part], x_rows[part], *vectors, w_in, w_out, hidden, grads, upstream)
+        _launch_gradient(pointers, size, inner, config, constants | {"COPY": copies})
         other = grad_rows[part] if residual else None
         grad_rows_x = grad_x.view(-1, width)[part]
         if norm:
