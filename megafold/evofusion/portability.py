@@ -18,9 +18,11 @@ class Kernel:
     Attributes:
         module, name: where the kernel is, below megafold.evofusion.
         pointers: arguments that are pointers to the dtype of products. constants: compile-time arguments besides the
-            blocks; "width" stands for the width of rows, "head" for half of it; those the kernel lacks do not count.
+            blocks; "width" stands for the width of rows, "twice" and "head" for twice and half of it; those the kernel
+            lacks do not count.
         others: Triton type of other arguments that are not 32-bit integers.
-        matrix: whether it multiplies matrices.
+        matrix: whether it multiplies matrices. resident: name of the kernel that runs in its place where a
+            configuration says how many programs, with all weights in shared memory.
     """
 
     module: str
@@ -29,6 +31,7 @@ class Kernel:
     constants: dict[str, object]
     others: dict[str, str] = field(default_factory=dict)
     matrix: bool = True
+    resident: str = ""
 
 
 TRIANGLE = (
@@ -97,16 +100,23 @@ KERNELS = {
             "input_gradient",
         )
     },
-    "norm_project": Kernel("norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS),
+    "norm_project": Kernel(
+        "norm_project.kernels", "project_kernel", (*PROJECT, "heads"), HEADS, resident="resident_project_kernel"
+    ),
     "norm_project_gradient": Kernel(
         "norm_project.kernels",
         "gradient_kernel",
         (*PROJECT, "grad_heads", "other", "grad_x", "x_hats"),
-        {**HEADS, "OTHER": True},
+        {**HEADS, "OTHER": True, "WIDE": "width"},
+        resident="resident_gradient_kernel",
     ),
     "transition": Kernel("transition.kernels", "transition_kernel", TRANSITION, {**SHARED, "NORM": True}),
     "transition_gradient": Kernel(
-        "transition.kernels", "gradient_kernel", TRANSITION, {"C": "width", "NORM": True, "COPY": True}
+        "transition.kernels",
+        "gradient_kernel",
+        TRANSITION,
+        {"C": "width", "INNER": "twice", "NORM": True, "COPY": True},
+        resident="resident_gradient_kernel",
     ),
     "attention_output": Kernel(
         "attention_output.kernels", "output_kernel", OUTPUT, {**SHARED, "INNER": "width", "GATED": True}
@@ -206,8 +216,9 @@ class Case:
     def compile(self) -> OfflineKernel:
         """Compile at sizes that are multiples of 16, as the shapes of training are."""
         entry = KERNELS[self.kernel] if self.kernel in KERNELS else FIXED[self.kernel][0]
-        kernel = getattr(importlib.import_module(f"megafold.evofusion.{entry.module}"), entry.name)
-        sizes = {"width": self.width, "head": max(16, self.width // 2)}
+        name = entry.resident if entry.resident and "programs" in self.config else entry.name
+        kernel = getattr(importlib.import_module(f"megafold.evofusion.{entry.module}"), name)
+        sizes = {"width": self.width, "twice": 2 * self.width, "head": max(16, self.width // 2)}
         constants = {name: sizes.get(value, value) for name, value in entry.constants.items()}
         constants |= {
             "BLOCK_L": self.config.get("block_l"),
