@@ -149,6 +149,31 @@ def under_compile(case: cases.Case) -> list[CheckResult]:
     ]
 
 
+class Fakes(TorchDispatchMode):
+    """Compares what every operator of megafold gives with what its fake kernel says, which torch.compile believes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = function(*args, **(kwargs or {}))
+        if function.namespace == "megafold":
+            with FakeTensorMode() as mode:
+                said = function(*tree_map_only(torch.Tensor, mode.from_tensor, args), **(kwargs or {}))
+            for i, (found, fake) in enumerate(zip(tree_leaves(given), tree_leaves(said), strict=True)):
+                if (found.shape, found.stride(), found.dtype) != (fake.shape, fake.stride(), fake.dtype):
+                    self.wrong.append(f"{function.name()}[{i}] {found.shape} {found.stride()}, fake {fake.stride()}")
+        return given
+
+
+def checked(case: cases.Case) -> list[CheckResult]:
+    """The error budget, and that fake kernels agree in shapes, strides and dtypes."""
+    with Fakes() as fakes:
+        results = case.check(repeat=False)
+    return [*results, CheckResult("fakes", not fakes.wrong, "; ".join(fakes.wrong) or "agree")]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Whatever the kernels leave unwritten shows up as NaN.
