@@ -1,0 +1,95 @@
+"""Which calls the Hopper kernels serve, decided without a device, and what the gate counts of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megafold import triton_support
+from megafold.evoflash3d.launch import Problem, has_gluon, hopper_kernels, hopper_serves
+from megafold.testing import _loop_spills
+
+BF16 = torch.bfloat16
+
+
+def problem(dtype=BF16, dim=32, bias=BF16, mask=None, dropout_p=0.0, change=lambda q, k, v: (q, k, v)):
+    rows, heads, n = 3, 2, 16
+    q, k, v = change(*(torch.randn(1, rows, n, heads, dim).to(dtype).transpose(2, 3) for _ in range(3)))
+    bias = None if bias is None else torch.randn(1, heads, n, n).to(bias)
+    return Problem(q, k, v, bias, mask, None, dim**-0.5, dropout_p, [0] * 5)
+
+
+def shifted(tensor):
+    """The same numbers at an address that is not a multiple of 16 bytes."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+SERVED = {
+    "bf16": {},
+    "fp16": {"dtype": torch.float16, "bias": torch.float16},
+    "bf16 with fp32 bias, rounded once": {"bias": torch.float32},
+    "head dim 48": {"dim": 48},
+    "a mask that all rows share": {"mask": torch.ones(1, 1, 16, dtype=torch.bool).expand(1, 3, 16)},
+}
+NOT_SERVED = {
+    "fp32": {"dtype": torch.float32, "bias": torch.float32},
+    "fp16 with fp32 bias": {"dtype": torch.float16, "bias": torch.float32},
+    "no bias": {"bias": None},
+    "head dim 16": {"dim": 16},
+    "head dim 128": {"dim": 128},
+    "dropout": {"dropout_p": 0.25},
+    "a mask of every row": {"mask": torch.ones(1, 3, 16, dtype=torch.bool)},
+    "unaligned": {"change": lambda q, k, v: (q, shifted(k.contiguous()), v)},
+    "expanded": {"change": lambda q, k, v: (q, k, v[:, :1].expand(v.shape))},
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_served(case):
+    assert hopper_serves(problem(**SERVED[case]))
+
+
+@pytest.mark.parametrize("case", NOT_SERVED)
+def test_left_to_the_triton_kernels(case):
+    assert not hopper_serves(problem(**NOT_SERVED[case]))
+
+
+def test_an_incoming_gradient_that_cannot_be_read_is_left_to_the_triton_kernels():
+    gradient = torch.zeros(1, 3, 2, 16, 32, dtype=BF16)
+    assert hopper_serves(problem(), {"grad_out": gradient})
+    assert not hopper_serves(problem(), {"grad_out": shifted(gradient)})
+
+
+def test_other_architectures_name_no_hopper_kernel():
+    for arch in set(triton_support.ARCHITECTURES) - {"sm_90"}:
+        table = triton_support.shipped_table("evoflash3d", arch)["configs"]
+        entries = [
+            c for kernel in table.values() for dims in kernel.values() for d in dims.values() for c in d.values()
+        ]
+        assert entries and not any(hopper_kernels(problem(), config) for config in entries)
+
+
+def test_table_entries_load_the_hopper_kernels():
+    entry = triton_support.shipped_table("evoflash3d", "sm_90")["configs"]["keys"]["16"]["D32"]["1024"]
+    assert (hopper_kernels(problem(), entry) is not None) == has_gluon()
+    assert hopper_kernels(problem(dropout_p=0.5), entry) is None
+
+
+CODE = """
+        /*0000*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0010*/                   LDL R2, [R1] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0 ;
+        /*0030*/              {0}
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0 ;
+        /*0050*/              @P0  BRA `(.L_x_2) ;
+        /*0060*/              @P1  BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(("line", "spills"), [("FADD R1, R2, R3 ;", 0), ("LDL.LU R3, [R1+0x4] ;", 1)])
+def test_spills_count_where_they_are_in_the_way(line, spills):
+    assert _loop_spills(CODE.replace("{0}", line)) == spills
