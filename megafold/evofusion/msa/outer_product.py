@@ -35,7 +35,22 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     """a [S, I, H], b [S, N, H] -> [I * N, H * H]."""
     (_, rows, hidden), columns = a.shape, b.shape[1]
     product = a.flatten(1).mT @ b.flatten(1)
-    return product.view(rows, hidden, columns, hidden).transpose(1, 2).reshape(rows * columns, hidden * hidden)
+    return _swapped(product.view(rows, hidden, columns, hidden)).view(rows * columns, hidden * hidden)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """x [.., p, q, H] -> [.., q, p, H], contiguous, copied 16 bytes at a time where H is whole 16 bytes."""
+    if x.shape[-1] * x.itemsize % 16 == 0:
+        return x.view(torch.complex128).transpose(-3, -2).contiguous().view(x.dtype)
+    return x.transpose(-3, -2).contiguous()
+
+
+def _summed_rows(x: Tensor) -> Tensor:
+    """The sum [P] of rows [M, P], in fp32 or the wider dtype of x."""
+    if x.is_cuda and not torch.version.hip and x.dtype in (torch.float16, torch.bfloat16):
+        # A product with ones reads rows as they lie; a reduction over the first dimension is several times slower.
+        return torch.mm(x.mT, x.new_ones(x.shape[0], 8), out_dtype=torch.float32)[:, 0]
+    return x.sum(0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def _forward(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,10 +77,10 @@ def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Ten
             upstream = grad_out[item, part].flatten(0, 1)
             grad_weight += upstream.mT @ _outer(left, b[item])
             rows = part.stop - part.start
-            grad = (upstream @ w).view(rows, size, hidden, hidden).transpose(1, 2).reshape(rows * hidden, -1)
+            grad = _swapped((upstream @ w).view(rows, size, hidden, hidden)).view(rows * hidden, -1)
             grad_a[item, :, part] = (right @ grad.mT).view(depth, rows, hidden)
             grad_b[item] += left.flatten(1) @ grad
-    grad_bias = a.new_empty(0) if bias is None else grad_out.flatten(0, 2).sum(0, dtype=wide).to(bias.dtype)
+    grad_bias = a.new_empty(0) if bias is None else _summed_rows(grad_out.flatten(0, 2)).to(bias.dtype)
     return grad_a, grad_b.view(b.shape).to(b.dtype), grad_weight.to(weight.dtype), grad_bias
 
 
