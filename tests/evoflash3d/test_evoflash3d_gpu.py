@@ -262,19 +262,20 @@ def hopper_launches(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("layout", ["projection", "columns"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "columns"])
+@pytest.mark.parametrize("bias_dtype", [BF16, FP32], ids=["bf16 bias", "fp32 bias"])
 @pytest.mark.parametrize(
     "shape",
     [
         (2, 3, 2, 130, 130, 32), (1, 9, 4, 384, 384, 32), (1, 1, 4, 17, 17, 32), (1, 5, 4, 48, 200, 32),
-        (1, 4, 4, 200, 64, 32), (2, 3, 4, 200, 200, 64), (1, 5, 16, 96, 97, 48), (1, 2, 2, 33, 1, 24),
+        (1, 4, 4, 200, 64, 32), (1, 3, 4, 640, 600, 32), (2, 3, 4, 200, 200, 64), (1, 2, 2, 33, 1, 64),
     ],
     ids=str,
 )  # fmt: skip
-def test_hopper_kernels_error_budget(hopper_launches, shape, dtype, layout):
-    assert_in_budget(shape, dtype, layout=layout, bias_dtype=dtype)
-    assert sorted(hopper_launches) == ["bias", "forward", "keys", "queries"]
+def test_hopper_kernels_error_budget(hopper_launches, shape, bias_dtype, layout):
+    assert_in_budget(shape, BF16, layout=layout, bias_dtype=bias_dtype)
+    forward = ["forward"] if shape[-1] == 32 else []  # at 64 the table has the Triton forward
+    assert sorted(hopper_launches) == ["bias", *forward, "keys", "queries"]
 
 
 def test_hopper_kernels_with_a_mask_that_all_rows_share(hopper_launches):

@@ -28,13 +28,14 @@ def shifted(tensor):
 
 SERVED = {
     "bf16": {},
-    "fp16": {"dtype": torch.float16, "bias": torch.float16},
     "bf16 with fp32 bias, rounded once": {"bias": torch.float32},
-    "head dim 48": {"dim": 48},
+    "head dim 64": {"dim": 64},
     "a mask that all rows share": {"mask": torch.ones(1, 1, 16, dtype=torch.bool).expand(1, 3, 16)},
 }
 NOT_SERVED = {
     "fp32": {"dtype": torch.float32, "bias": torch.float32},
+    "fp16": {"dtype": torch.float16, "bias": torch.float16},
+    "head dim 48": {"dim": 48},
     "fp16 with fp32 bias": {"dtype": torch.float16, "bias": torch.float32},
     "no bias": {"bias": None},
     "head dim 16": {"dim": 16},

@@ -167,17 +167,6 @@ def forward_kernel_sm90(
             [WARPS, 1],
             [REGISTERS, 24],
         )
-    elif ROWS * PARTS == 3:
-        gl.warp_specialize(
-            [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
-            ],
-            [WARPS, WARPS, 1],
-            [REGISTERS, REGISTERS, 24],
-        )
     else:
         gl.warp_specialize(
             [

@@ -10,15 +10,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafold import triton_support
 from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
-from megafold.evoflash3d.hopper.common import LOG2E
-from megafold.evoflash3d.hopper.folded_keys import folded_keys_kernel_sm90, terms_kernel
 from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
 from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
 from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
 from megafold.evoflash3d.launch import Problem, block_d
-
-LEAST_SCALE = 1e-4
-"""The log-sum-exp in units of the scores, that is over the scale, stays finite above it."""
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -54,15 +49,11 @@ def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: 
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NK, config)
     bias = problem.bias.transpose(-1, -2).contiguous()
-    if config.get("fold") and problem.scale > LEAST_SCALE:
-        kernel, statistics = folded_keys_kernel_sm90, {"terms": _terms(problem, gradients, block)}
-    else:
-        kernel = keys_kernel_sm90
-        statistics = {name: _statistics(problem, gradients[name], block) for name in ("lse2", "delta")}
-    kernel[grid](
+    keys_kernel_sm90[grid](
         q=_rows(problem.q, block), k=_rows(problem.k, held), v=_rows(problem.v, held),
         grad_out=_rows(gradients["grad_out"], block), bias=_matrix(bias, [held, block]),
-        **statistics, dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
+        lse2=_statistics(problem, gradients["lse2"], block), delta=_statistics(problem, gradients["delta"], block),
+        dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
         BIAS_ROWS=bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
         head_dim=problem.D, **_common(problem, config),
     )  # fmt: skip
@@ -127,18 +118,6 @@ def _matrix(bias: Tensor, block: list[int]) -> TensorDescriptor:
 def _statistics(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
     flat = tensor.view(-1, tensor.shape[-1])
     return _descriptor(flat, [flat.shape[0], problem.NQ], list(flat.stride()), [1, block])
-
-
-def _terms(problem: Problem, gradients: dict[str, Tensor], block: int) -> TensorDescriptor:
-    """-delta and minus the log-sum-exp as columns that a product adds; a tile is wider and reads 0 there."""
-    lse2, delta = gradients["lse2"], gradients["delta"]
-    pitch = lse2.shape[-1]
-    terms = lse2.new_empty((lse2.numel() // pitch, pitch, 8), dtype=torch.bfloat16)
-    terms_kernel[(triton.cdiv(lse2.numel(), 256),)](
-        lse2=lse2, delta=delta, terms=terms, size=lse2.numel(), over=1.0 / (problem.scale * LOG2E.value), BLOCK=256,
-        num_warps=4,
-    )  # fmt: skip
-    return _descriptor(terms, [terms.shape[0], problem.NQ, 8], list(terms.stride()), [1, block, 16])
 
 
 def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:

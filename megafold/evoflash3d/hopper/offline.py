@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from megafold import triton_support
 from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
-from megafold.evoflash3d.hopper.folded_keys import folded_keys_kernel_sm90
 from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
 from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
 from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
@@ -19,7 +18,6 @@ KERNELS = {
     "forward": forward_kernel_sm90,
     "queries": queries_kernel_sm90,
     "keys": keys_kernel_sm90,
-    "folded_keys": folded_keys_kernel_sm90,
     "bias": bias_kernel_sm90,
 }
 TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -46,7 +44,7 @@ class HopperCase:
         """
         kernel, block = KERNELS[self.kernel], self.config["block"]
         held = 16 * self.config["warps"] * self.config["parts"]
-        rows, columns = (block, held) if self.kernel.endswith("keys") else (held, block)
+        rows, columns = (block, held) if self.kernel == "keys" else (held, block)
         constants = {
             "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
             "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
@@ -55,7 +53,6 @@ class HopperCase:
         signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
         for name, length in (("q", rows), ("grad_out", rows), ("k", columns), ("v", columns)):
             signature[name] = _descriptor([1, 1, 1, length, self.head_dim], self.dtype)
-        signature["terms"] = _descriptor([1, rows, 16], "bf16")
         signature["bias"] = _descriptor([held, block], self.dtype)
         statistics = {"forward": "*fp32:16", "queries": "*fp32:16"}.get(self.kernel, _descriptor([1, rows], "fp32"))
         signature |= dict.fromkeys(("lse2", "delta"), statistics) | dict.fromkeys(("lse", "dbias"), "*fp32:16")
@@ -78,8 +75,7 @@ def cases(full: bool = False) -> Iterator[HopperCase]:
                 if "gluon" not in config or not (full or length == "1024"):
                     continue
                 for dtype in ("bf16", "fp16") if full else ("bf16",):
-                    name = "folded_keys" if config["gluon"].get("fold") else kernel
-                    case = HopperCase(name, dtype, int(dim[1:]), config["gluon"])
+                    case = HopperCase(kernel, dtype, int(dim[1:]), config["gluon"])
                     key = (str(case), tuple(sorted(case.config.items())))
                     if key not in seen:
                         seen.add(key)
