@@ -139,6 +139,8 @@ def test_template_hits_may_be_missing_empty_or_broken(sample, tmp_path, kalign, 
         (tmp_path / "1ubq-assembly1A_protein_hits.m8").write_bytes(content)
     path = sample.mmcif / "1ubq.cif"
     program = None if kalign is None else tmp_path / kalign
+    if program is not None:
+        program.touch()  # its digest is part of the entry's identity
     source = DataSource("folders", path, templates=tmp_path, kalign=program)
     entry = featurize.featurize(source, "1ubq-assembly1", path, msa_depth=4)
     assert not entry.arrays["template_mask"].any()
