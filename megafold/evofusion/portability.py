@@ -22,7 +22,7 @@ class Kernel:
             lacks do not count.
         others: Triton type of other arguments that are not 32-bit integers.
         matrix: whether it multiplies matrices. resident: name of the kernel that runs in its place where a
-            configuration says how many programs, with all weights in shared memory.
+            configuration says so, with all weights in shared memory.
     """
 
     module: str
@@ -198,6 +198,8 @@ FIXED = {
         )
     },
 }
+RESIDENT = {"block_l": 64, "block_o": 64, "num_warps": 8, "num_stages": 1, "resident": 1}
+"""Configuration of kernels with all weights in shared memory, which no table asks for yet: they have to be measured."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,13 @@ class Case:
     config: dict = field(hash=False)
 
     def __str__(self) -> str:
-        return f"{self.arch}-{self.kernel}-{self.dtype}-C{self.width}"
+        name = f"{self.arch}-{self.kernel}-{self.dtype}-C{self.width}"
+        return f"{name}-resident" if self.config.get("resident") else name
 
     def compile(self) -> OfflineKernel:
         """Compile at sizes that are multiples of 16, as the shapes of training are."""
         entry = KERNELS[self.kernel] if self.kernel in KERNELS else FIXED[self.kernel][0]
-        name = entry.resident if entry.resident and "programs" in self.config else entry.name
+        name = entry.resident if self.config.get("resident") else entry.name
         kernel = getattr(importlib.import_module(f"megafold.evofusion.{entry.module}"), name)
         sizes = {"width": self.width, "twice": 2 * self.width, "head": max(16, self.width // 2)}
         constants = {name: sizes.get(value, value) for name, value in entry.constants.items()}
@@ -248,6 +251,9 @@ def cases(full: bool = False) -> Iterator[Case]:
                 for dtype in dtypes:
                     for width in (16, 64, 128) if full else (128,):
                         yield Case(arch, kernel, dtype, width, config)
+        if arch == "sm_90":
+            for kernel in (name for name, entry in KERNELS.items() if entry.resident):
+                yield Case(arch, kernel, "bf16", 128, RESIDENT)
         if full or arch in ("sm_80", "gfx90a"):
             for kernel, (_, config) in FIXED.items():
                 yield Case(arch, kernel, "bf16", 128, {**config, "num_warps": 4, "num_stages": 1})

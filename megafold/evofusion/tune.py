@@ -39,7 +39,12 @@ def candidates(config: dict, arch: str) -> Iterator[dict]:
     for block_l, block_o, warps, stage in itertools.product((32, 64, 128), (16, 32, 64, 128), (4, 8), stages):
         if block_l * block_o <= 8192:
             found = {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage}
-            yield from ({**found, "programs": n} for n in (1, 2, 4)) if "programs" in config else [found]
+            if "programs" in config:
+                yield from ({**found, "programs": n} for n in (1, 2, 3, 4))
+            elif "resident" in config:
+                yield from ({**found, "resident": n} for n in (0, 1))
+            else:
+                yield found
 
 
 def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bool = True) -> Path:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megafold import triton_support
-from megafold.evofusion import cases
+from megafold.evofusion import cases, launch
 from megafold.evofusion.msa import outer_product
 from megafold.evofusion.transition import launch as transition_launch
 from megafold.testing import CheckResult, check_budget, gradients_by_name
@@ -127,6 +127,12 @@ def under_autocast(case: cases.Case) -> list[CheckResult]:
     return [*results, CheckResult("dtypes", not dtypes, f"differ: {dtypes}")]
 
 
+RESIDENT = {
+    "projections with weights in shared memory": lambda d: cases.norm_project_case(
+        d, (2, 5, 7), 16, outputs=32, count=2, heads=3
+    ),
+    "transition with weights in shared memory": lambda d: cases.transition_case(d, (37,), 16, 32),
+}
 COMPILED = (
     "transition without norm and residual",
     "heads alone",
@@ -149,31 +155,6 @@ def under_compile(case: cases.Case) -> list[CheckResult]:
     ]
 
 
-class Fakes(TorchDispatchMode):
-    """Compares what every operator of megafold gives with what its fake kernel says, which torch.compile believes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrong: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = function(*args, **(kwargs or {}))
-        if function.namespace == "megafold":
-            with FakeTensorMode() as mode:
-                said = function(*tree_map_only(torch.Tensor, mode.from_tensor, args), **(kwargs or {}))
-            for i, (found, fake) in enumerate(zip(tree_leaves(given), tree_leaves(said), strict=True)):
-                if (found.shape, found.stride(), found.dtype) != (fake.shape, fake.stride(), fake.dtype):
-                    self.wrong.append(f"{function.name()}[{i}] {found.shape} {found.stride()}, fake {fake.stride()}")
-        return given
-
-
-def checked(case: cases.Case) -> list[CheckResult]:
-    """The error budget, and that fake kernels agree in shapes, strides and dtypes."""
-    with Fakes() as fakes:
-        results = case.check(repeat=False)
-    return [*results, CheckResult("fakes", not fakes.wrong, "; ".join(fakes.wrong) or "agree")]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Whatever the kernels leave unwritten shows up as NaN.
@@ -188,6 +169,11 @@ if __name__ == "__main__":
     for name in UNDER_AUTOCAST:
         results = under_autocast(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} autocast"] = [[r.name, r.ok, r.detail] for r in results]
+    launch.INTERPRETED["resident"] = 1
+    for name, make in RESIDENT.items():
+        results = in_budget(make(cases.Draw(torch.float16, "cpu")))
+        found[f"{name} float16"] = [[r.name, r.ok, r.detail] for r in results]
+    del launch.INTERPRETED["resident"]
     for name in COMPILED:
         results = under_compile(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} compiled"] = [[r.name, r.ok, r.detail] for r in results]

@@ -41,7 +41,7 @@ def forward(
     constants = _constants(config, width, outputs, count, number) | flags | options(config)
     with triton_support.device_guard(x.device):
         if _is_resident(config, w, count):
-            programs = min(tiles, config["programs"] * triton_support.multiprocessors(x.device))
+            programs = min(tiles, triton_support.multiprocessors(x.device))
             constants |= {"STAGES": config["num_stages"]}
             del constants["BLOCK_O"]
             kernels.resident_project_kernel[(programs,)](
@@ -120,7 +120,7 @@ def _launch_gradient(pointers: tuple[Tensor, ...], batch: int, length: int, conf
     x, w = pointers[0], pointers[2]
     constants = constants | options(config)
     if _is_resident(config, w, count):
-        programs = min(tiles, config["programs"] * triton_support.multiprocessors(x.device))
+        programs = min(tiles, triton_support.multiprocessors(x.device))
         del constants["BLOCK_O"]
         wide = constants["OUTPUTS"] if count > 1 else max(16, constants["OUTPUTS"] // MOST)
         constants |= {"STAGES": config["num_stages"], "WIDE": wide}
@@ -130,8 +130,8 @@ def _launch_gradient(pointers: tuple[Tensor, ...], batch: int, length: int, conf
 
 
 def _is_resident(config: dict, w: Tensor, count: int) -> bool:
-    """Whether programs keep all weights in shared memory; a configuration that says how many programs asks for it."""
-    if "programs" not in config or not count:
+    """Whether programs keep all weights in shared memory: where a configuration asks for it and they fit."""
+    if not config.get("resident") or not count:
         return False
     outputs = w.shape[0] // count
     return outputs & (outputs - 1) == 0 and w.numel() * w.element_size() <= RESIDENT_BYTES

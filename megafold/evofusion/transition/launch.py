@@ -95,11 +95,11 @@ def _narrow(
 
 
 def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config: dict, constants: dict) -> None:
-    """One program a tile, or where a configuration says how many programs and they hold all weights, those."""
+    """One program a tile, or, where a configuration asks for it and they fit, one a multiprocessor with all weights."""
     tiles, constants, width = ceil_div(rows, config["block_l"]), constants | options(config), constants["C"]
     size = 3 * inner * width * pointers[4].element_size()
-    if "programs" in config and inner & (inner - 1) == 0 and inner >= 32 and size <= RESIDENT_BYTES:
-        programs = min(tiles, config["programs"] * triton_support.multiprocessors(pointers[0].device))
+    if config.get("resident") and inner & (inner - 1) == 0 and inner >= 32 and size <= RESIDENT_BYTES:
+        programs = min(tiles, triton_support.multiprocessors(pointers[0].device))
         del constants["BLOCK_O"]
         constants |= {"STAGES": config["num_stages"], "INNER": inner}
         kernels.resident_gradient_kernel[(programs,)](*pointers, rows, tiles, programs, EPS, **constants)
