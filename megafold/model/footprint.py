@@ -29,7 +29,8 @@ STREAM = 4  # residual streams are fp32, also under bf16 autocast
 PERSISTENT_BYTES = 16  # a parameter, its gradient and Adam's two averages
 # A block at work, in its backward: tensors of the dtype of products that are alive at once, in units of its stream.
 PAIR_BLOCK_TENSORS, FUSED_PAIR_BLOCK_TENSORS = 80, 54
-ATOM_BLOCK_TENSORS = 36
+ATOM_BLOCK_TENSORS, FUSED_ATOM_BLOCK_TENSORS = 71, 17
+TRUNK_GRADIENTS = 0.6  # share of the gradients that do not exist yet in the backward of the diffusion module
 EAGER_SCORES = 10  # logits, probabilities and their gradients
 
 
@@ -92,11 +93,12 @@ def predict_memory(
     diffusion = _diffusion(model, plan, n_tokens, atoms, narrow)
     scores = not (plan.sdpa or plan.evoflash3d)
     pair_block = _pair_block(model, plan, n_tokens, narrow, scores)
-    at_work = {"diffusion": _atom_block(model, atoms, narrow) + scores * _token_scores(model, n_tokens)}
+    at_work = {"diffusion": _atom_block(model, plan, atoms, narrow) + scores * _token_scores(model, n_tokens)}
     at_work["trunk"] = pair_block
     if plan.graphs and n_tokens**2 * model.dim_pairwise <= MOST_ELEMENTS:
         trunk["graphs"] = _graph_buffers(model, n_tokens, msa_depth, templates) + pair_block
         at_work["trunk"] = 0
+    diffusion["gradients_to_come"] = -int(TRUNK_GRADIENTS * parameters * STREAM)
     moments = {"diffusion": {**trunk, **diffusion}, "trunk": trunk}
     moment = max(moments, key=lambda name: sum(moments[name].values()) + at_work[name])
     return Prediction(parameters * PERSISTENT_BYTES, moments[moment], at_work[moment], moment)
@@ -172,8 +174,9 @@ def _pair_block(model: Architecture, plan: Plan, n: int, narrow: int, scores: bo
     return block + scores * n**3 * model.trunk_pair.tri_attn_heads * EAGER_SCORES * narrow
 
 
-def _atom_block(model: Architecture, atoms: int, narrow: int) -> int:
-    return model.diffusion_num_augmentations * atoms * model.dim_atom * ATOM_BLOCK_TENSORS * narrow
+def _atom_block(model: Architecture, plan: Plan, atoms: int, narrow: int) -> int:
+    tensors = FUSED_ATOM_BLOCK_TENSORS if plan.evofusion else ATOM_BLOCK_TENSORS
+    return model.diffusion_num_augmentations * atoms * model.dim_atom * tensors * narrow
 
 
 def _token_scores(model: Architecture, n: int) -> int:

@@ -31,8 +31,8 @@ class Plan:
             with the stock code or the kernel's reference.
         evofusion: what surrounds the attention (norms with projections, triangle updates, transitions, gates, the MSA
             module, conditioning, attention of atoms, smooth lDDT) goes through :mod:`megafold.evofusion`.
-        graphs: the checkpointed blocks of Pairformer, MSA module, template embedder and token transformer are captured
-            as CUDA (HIP) graphs, once a block and shape; on a CPU they run one operator at a time.
+        graphs: the checkpointed blocks of Pairformer, MSA module and token transformer are captured as CUDA (HIP)
+            graphs, once a block and shape; on a CPU they run one operator at a time.
     """
 
     shared_conditioning: bool = True

@@ -206,6 +206,7 @@ def test_rollout_and_confidence_head_are_the_same_as_graphs(make_model, make_bat
     optimize(model, Plan(graphs=False))
     expected = step(model, batch)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replacements, "MORE_GRAPHS", True)
         patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
         assert optimize(model, Plan()).replaced["graphs"] == 5
     for _ in range(2):
@@ -230,6 +231,7 @@ def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, ma
     optimize(model, Plan(graphs=False))
     expected = step(model, batch)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replacements, "MORE_GRAPHS", True)
         patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
         report = optimize(model, Plan())
     assert report.replaced["graphs"] == 4
@@ -254,15 +256,18 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
     assert torch.equal(found[0], expected[0])
     missed = optimize(make_model(), Plan()).not_replaced
     assert [path for path, reason in missed if "without checkpointing" in reason] == [
-        *("pairformer", "diffusion_module.token_transformer", "msa_module", "template_embedder")
+        *("pairformer", "diffusion_module.token_transformer", "msa_module")
     ]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
-def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch, step):
+def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch, step, monkeypatch):
+    from megafold.model import replacements
     from megafold.model.optimize import optimize
+
+    monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
 
     model, batch = make_model(**CHECKPOINTED, **DEEP).cuda(), {k: v.cuda() for k, v in make_batch(33).items()}
     for module in model.modules():
