@@ -195,7 +195,7 @@ def hopper_serves(problem: Problem, gradients: dict[str, Tensor] | None = None) 
     """Whether the Hopper kernels can compute the call.
 
     They take bf16 inputs that the copy engine can read, a bias, head dims 32 and 64, no mask that differs between rows,
-    and no dropout: what they have been checked with on a device. (fp16 and head dims in between compile.)
+    and no dropout: what they have been checked with on a device.
     """
     tensors = {"q": problem.q, "k": problem.k, "v": problem.v}
     if gradients is not None:
