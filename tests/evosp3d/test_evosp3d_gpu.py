@@ -1,10 +1,12 @@
-"""For machines with GPUs: parity over NCCL, and an emulated rank on one GPU."""
+"""For machines with GPUs: parity over NCCL, ranks that end together, and an emulated rank on one GPU."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,44 @@ def test_parity_of_every_split_over_nccl():
     done = _parity(torch.cuda.device_count())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "bf16, stock: ok" in done.stdout and "bf16, megafold: ok" in done.stdout
+
+
+# Seconds in which both ranks end, and what one of them says.
+ENDS = {
+    "kill": (60, ("rank 1 has not been heard of", "Connection", "NCCL")),
+    "oom": (30, ("rank 1 failed", "out of memory")),
+    "sleep": (90, ("imeout", "imed out")),
+}
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs")
+@pytest.mark.parametrize("mode", ENDS)
+def test_ranks_over_nccl_end_together_with_the_reason(mode, tmp_path):
+    _end_together(mode, tmp_path, "cuda")
+
+
+def _end_together(mode: str, folder: Path, device: str) -> None:
+    port = str(29700 + list(ENDS).index(mode))
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        env = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, Path(__file__).with_name("failing_rank.py"), mode, folder / "run", device]
+        log = (folder / f"{rank}.log").open("w")
+        ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
+    try:
+        codes = [rank.wait(timeout=300) for rank in ranks]
+        ended = time.time()
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    assert all(codes), logs
+    began = max(float(line.split()[-1]) for log in logs for line in log.splitlines() if line.startswith(f"{mode} at"))
+    limit, reasons = ENDS[mode]
+    assert ended - began < limit, logs
+    assert any(reason in log for log in logs for reason in reasons), logs
 
 
 @pytest.mark.gpu
