@@ -51,6 +51,17 @@ def test_every_tuning_candidate_reads_a_padded_bias_within_bounds():
             assert not any("tma" in c for c in found) or arch == "sm_90"
 
 
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys", "bias"])
+def test_hopper_candidates_hold_whole_tiles_and_fit_the_registers(kernel):
+    for head_dim in (32, 64):
+        for c in tune.hopper_candidates(kernel, "16", head_dim, "sm_90"):
+            groups = c["parts"] * (c["block"] // 64 if kernel == "bias" else c["rows"])
+            assert c["block"] % c["step"] == 0 and 16 * c["warps"] * c["parts"] == 128
+            assert groups in (1, 2, 4) and 32 * groups * c["warps"] * c["registers"] + 128 * 24 <= 65536
+    assert not list(tune.hopper_candidates(kernel, "16", 32, "sm_80"))
+    assert not list(tune.hopper_candidates(kernel, "32", 32, "sm_90"))
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["in place of the shipped one", "in a folder"])
 def test_a_tuned_table_is_written_whole(monkeypatch, tmp_path, own):
     shipped = tmp_path / "evoflash3d" / "tables" / "sm_90.json"
