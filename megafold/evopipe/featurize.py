@@ -32,7 +32,7 @@ def inputs_of(source: DataSource, name: str, path: Path) -> dict[str, Path]:
             files |= {found.name: found for found in starting_with(folder, short)}
     if source.components is not None:
         files["components"] = source.components
-    if source.templates is not None and source.kalign is not None:
+    if source.templates is not None and source.kalign is not None and source.kalign.is_file():
         files["kalign"] = source.kalign
     return files
 
