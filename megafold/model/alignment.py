@@ -1,7 +1,7 @@
 """Rigid and chain alignment of true to predicted coordinates; the host reads for several chains alone.
 
-The coordinates stay on the device and in fp32. What only depends on which token is of which chain is decided on the
-host, from ids that are copied once, at the start of a step (:class:`Chains`).
+The coordinates stay on the device; alignments compute in fp64. What only depends on which token is of which chain is
+decided on the host, from ids that are copied once, at the start of a step (:class:`Chains`).
 """
 
 from __future__ import annotations
