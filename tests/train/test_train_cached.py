@@ -71,11 +71,12 @@ def test_run_stopped_in_the_middle_of_an_epoch_continues_bit_by_bit(cache, tmp_p
     data = {"cache": str(cache), "crop_size": 20, "msa_depth": 4, "workers": workers}
     whole = train(_config(tmp_path / "whole", cache, data=data))
     original = Progress.step
+    others = set(psutil.Process().children())  # of other tests in this process
 
     def stop_after_four(self, done, **values):
         original(self, done, **values)
         if done == 4:
-            processes = [*psutil.Process().children(), psutil.Process()]
+            processes = [*(set(psutil.Process().children()) - others), psutil.Process()]
             # From another process: a loader's worker takes a signal of its parent for an orderly end.
             subprocess.run(["kill", "-TERM", *(str(process.pid) for process in processes)], check=True)
             time.sleep(0.5)  # the death of a worker would be noticed now
