@@ -38,7 +38,7 @@ TIMES = {
     "loader_wait": "until the loader hands over the batch",
 }
 CPU_PEAK = "peak resident memory of the process, libraries included"
-CPU_ABOVE = "peak resident memory less what was resident before the model was built, less persistent_memory"
+CPU_ABOVE = "peak resident memory less what was resident before, initial weights included, less persistent_memory"
 FAILURES = "alignments of the loss that the model gave up in a step, at most"
 COUNTS = {
     "launches": "kernels that the host launched in a profiled step, those inside graphs left out",
@@ -69,8 +69,9 @@ class IterationSession:
         _check_supported(setting, context.point.contender, context.device)
         self._device = context.device
         self._probe = MemoryProbe(context.device)
-        self._before = _resident_bytes()
-        model = copy.deepcopy(_initial(setting.model, setting.seed))
+        initial = _initial(setting.model, setting.seed)
+        self._before = _resident_bytes()  # with the initial weights, which stay for the next point
+        model = copy.deepcopy(initial)
         # Moved first: torch.compile guards on where the weights are.
         model.to(context.device)
         self._flags = prepare(model, context.device) if prepare else {}

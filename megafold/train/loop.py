@@ -85,7 +85,7 @@ def _train(config: TrainConfig, device: torch.device, parallel: Parallel | None)
     replica, replicas = (0, 1) if parallel is None else (parallel.replica, parallel.dp)
     stream = open_stream(config, kwargs, replica, replicas)
     torch.manual_seed(config.seed)
-    model = _model(config).to(device)
+    model = _model(config, device)
     if parallel is not None:
         try:
             parallel.prepare(model, config.plan)
@@ -278,9 +278,10 @@ def _length(batch: Mapping[str, Any], name: str) -> int:
     return 0 if batch.get(name) is None else batch[name].shape[1]
 
 
-def _model(config: TrainConfig) -> torch.nn.Module:
+def _model(config: TrainConfig, device: torch.device) -> torch.nn.Module:
     try:
-        model = build_model(config.model.preset, **config.model.overrides)
+        # Moved first: what `optimize` could not replace depends on the device.
+        model = build_model(config.model.preset, **config.model.overrides).to(device)
     except InputError as error:
         raise InputError(config.file, f"model.overrides.{error.field}", error.problem) from None
     if config.plan != Plan.none() or rollouts(config.workload):

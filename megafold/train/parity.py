@@ -33,7 +33,7 @@ from megafold.train.synthetic import synthetic_batch
 ROUNDING = {torch.float32: 512 * torch.finfo(torch.float32).eps, torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps}
 
 
-PLANS = {"stock": None, "megafold": Plan(evofusion=True)}
+PLANS = {"stock": None, "megafold": Plan()}
 
 
 def check(

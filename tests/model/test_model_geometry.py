@@ -22,6 +22,16 @@ def test_distances_are_exact_for_near_points_and_have_finite_gradients():
     assert gradient.isfinite().all() and gradient.abs().max() > 1
 
 
+def test_augmentation_is_rounded_once():
+    from alphafold3_pytorch.alphafold3 import CentreRandomAugmentation
+
+    module, points, found = CentreRandomAugmentation(), _points().float(), []
+    for given in (points, points.double()):
+        torch.manual_seed(4)
+        found.append(augmented(module, given))
+    assert torch.equal(found[0], found[1].float())
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_augmentation_is_the_stock_modules_and_rigid_also_under_autocast(masked):
     from alphafold3_pytorch.alphafold3 import CentreRandomAugmentation
