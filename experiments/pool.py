@@ -1,4 +1,4 @@
-"""Worker processes, one for each contender: started side by side, asked one at a time, replaced when they die."""
+"""Worker processes, one for each contender: set up side by side, measured one at a time, replaced when they die."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -112,9 +112,7 @@ class Pool:
         """
         failed = {}
         missing = [contender for contender in contenders if not self._is_alive(what, contender)]
-        width = len(os.sched_getaffinity(0))
-        for first in range(0, len(missing), width):
-            wave = missing[first : first + width]
+        for wave in _waves(missing):
             for contender in wave:
                 self._started += 1
                 name = re.sub(r"[^\w.-]", "_", contender.name)
@@ -129,6 +127,18 @@ class Pool:
                     self.discard(what, contender)
                     failed[contender] = reply
         return failed
+
+    def ask_all(
+        self, what: str, commands: Mapping[Contender, Mapping[str, Any]], timeout_s: float
+    ) -> dict[Contender, dict[str, Any]]:
+        """The final replies of prepared workers to a command each; as in `prepare`, they work side by side."""
+        replies = {}
+        for wave in _waves(list(commands)):
+            for contender in wave:
+                self._workers[what, contender].send(commands[contender])
+            for contender in wave:
+                replies[contender] = self._workers[what, contender].receive(timeout_s)
+        return replies
 
     def worker(self, what: str, contender: Contender) -> Process:
         """The prepared worker of a contender."""
@@ -148,6 +158,12 @@ class Pool:
     def _is_alive(self, what: str, contender: Contender) -> bool:
         worker = self._workers.get((what, contender))
         return worker is not None and worker.alive
+
+
+def _waves(contenders: Sequence[Contender]) -> list[Sequence[Contender]]:
+    """In order, as many at a time as there are CPUs."""
+    width = len(os.sched_getaffinity(0))
+    return [contenders[first : first + width] for first in range(0, len(contenders), width)]
 
 
 def _read_replies(stream: IO[str], replies: queue.Queue) -> None:

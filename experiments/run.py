@@ -121,10 +121,7 @@ class _Run:
                 self._hardware = self._pool.worker(setting.what, contender).hardware or self._hardware
         for contender, reply in failed.items():
             self._settle(contender, reply)
-        cache = str(self._cache) if self._cache else None
-        for contender in list(self._live):
-            point, meeting = self._points[contender].as_dict(), self._ranks.meeting()
-            self._ask(contender, {"do": "open", "point": point, "cache": cache, "meeting": meeting})
+        self._open()
         for visit in range(protocol.visits):
             for contender in list(self._live):
                 self._progress.say(f"{self._comparison.id}: {contender.name}, visit {visit + 1} of {protocol.visits}")
@@ -135,6 +132,26 @@ class _Run:
             if reply["status"] == "ok":
                 self._settle(contender, reply)
         return self._written
+
+    def _open(self) -> None:
+        """Set all contenders up: side by side, for none is timed yet; those that meet on several ranks in turn."""
+        setting, cache = self._comparison.setting, str(self._cache) if self._cache else None
+        commands = {
+            contender: {
+                "do": "open",
+                "point": self._points[contender].as_dict(),
+                "cache": cache,
+                "meeting": self._ranks.meeting(),
+            }
+            for contender in self._live
+        }
+        if self._ranks.size > 1:
+            for contender, command in commands.items():
+                self._ask(contender, command)
+            return
+        for contender, reply in self._pool.ask_all(setting.what, commands, setting.protocol.timeout_s).items():
+            if reply["status"] != "ok":
+                self._settle(contender, reply)
 
     def _ask(self, contender: Contender, command: Mapping[str, Any]) -> dict[str, Any]:
         setting = self._comparison.setting

@@ -118,3 +118,26 @@ for _name, _behaviour in BEHAVIOUR.items():
 @provider("kernel", "fake_no_import", preload=("there_is_no_such_module",))
 def open_no_import(context):
     raise AssertionError("its import fails before")
+
+
+def register_waiting(name: str) -> None:
+    @provider("kernel", f"fake_{name}", preload=())
+    def open_waiting(context):
+        """Opens when another contender is being opened, too."""
+        session, deadline = FakeSession(context), time.monotonic() + 20
+        with open(os.environ["FAKE_TRACE"]) as stream:
+            while sum(line.startswith("open") for line in stream.readlines()) < 2:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("nobody else was opened")
+                time.sleep(0.02)
+                stream.seek(0)
+        return session
+
+
+for _name in ("waits_for_two", "waits_for_two_too"):
+    register_waiting(_name)
+
+
+@provider("kernel", "fake_does_not_open", preload=())
+def open_nothing(context):
+    raise Unsupported("does not open")

@@ -36,8 +36,30 @@ def test_contenders_are_visited_in_turn_and_their_samples_pooled(fakes, fake_com
 def test_a_contender_leaves_the_device_before_the_next_is_visited(fakes, fake_comparison, tmp_path):
     run([fake_comparison("good", "better")], tmp_path)
     steps = [" ".join(line.split()[:2]) for line in fakes.read_text().splitlines()]
-    assert steps[:4] == ["open good", "suspend good", "open better", "suspend better"]
+    set_up = [[step for step in steps[:4] if step.endswith(f" {name}")] for name in ("good", "better")]
+    assert set_up == [["open good", "suspend good"], ["open better", "suspend better"]]
     assert steps[4:] == ["visit good", "suspend good", "visit better", "suspend better"] * 2
+
+
+def test_contenders_are_set_up_side_by_side(fakes, fake_comparison, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    first, second = run([fake_comparison("waits_for_two", "waits_for_two_too")], tmp_path)
+    assert (first.status, second.status) == ("ok", "ok")
+
+
+def test_at_most_as_many_contenders_are_set_up_at_a_time_as_there_are_cpus(
+    fakes, fake_comparison, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
+    run([fake_comparison("good", "better")], tmp_path)
+    steps = [" ".join(line.split()[:2]) for line in fakes.read_text().splitlines()]
+    assert steps[:4] == ["open good", "suspend good", "open better", "suspend better"]
+
+
+def test_a_contender_that_cannot_be_set_up_is_a_record_beside_those_that_can(fakes, fake_comparison, tmp_path):
+    broken, good = run([fake_comparison("does_not_open", "good")], tmp_path)
+    assert (broken.status, broken.reason, good.status) == ("unsupported", "does not open", "ok")
+    assert visits_in(fakes) == ["good"] * 2
 
 
 def test_each_contender_has_one_process_over_all_comparisons(fakes, fake_comparison, tmp_path):
