@@ -21,6 +21,7 @@ import numpy as np
 from megafold.errors import InputError
 from megafold.evopipe import codec, table
 from megafold.evopipe.index import Index, write_index
+from megafold.evopipe.inflate import inflate
 from megafold.evopipe.layout import ARRAYS, SCHEMA_VERSION, SHORTCUTS, Entry
 from megafold.evopipe.report import Finding
 from megafold.evopipe.shards import folder_of, row_type
@@ -172,6 +173,10 @@ class StructureCache:
         """Where the blocks of each stored array of an entry lie in its shard."""
         return self._described(name)[2]
 
+    def forget(self) -> None:
+        """Keep nothing of the entry that was read last; a measurement starts with this."""
+        self._last_name = ""
+
     def _described(self, name: str) -> tuple[np.void, bytes, dict[str, codec.Table]]:
         if self._last_name == name:
             return self._last
@@ -180,7 +185,7 @@ class StructureCache:
         if codec.checksum(data) != row["meta_sum"].tobytes():
             raise self._corrupt(row, "meta", "checksum")
         try:
-            text = _inflate(data, min(MAX_META, len(data) * codec.MAX_RATIO))
+            text = inflate(data, min(MAX_META, len(data) * codec.MAX_RATIO))
             tables, end = table.unpack_tables(text)
             _check_sizes(tables, row)
         except codec.BadBlock as error:
@@ -337,19 +342,6 @@ class Names(Sequence):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.cache.index.find(name) is not None
-
-
-def _inflate(data: bytes, limit: int) -> bytes:
-    import zlib
-
-    inflate = zlib.decompressobj()
-    try:
-        text = inflate.decompress(data, limit)
-    except zlib.error as error:
-        raise codec.BadBlock(str(error)) from error
-    if not inflate.eof:
-        raise codec.BadBlock(f"more than {limit} bytes")
-    return text
 
 
 def _check_sizes(tables: dict[str, codec.Table], row: np.void) -> None:

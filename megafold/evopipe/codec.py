@@ -18,6 +18,7 @@ import zlib
 import numpy as np
 
 from megafold.evopipe import shortcuts
+from megafold.evopipe.inflate import inflate
 from megafold.evopipe.layout import ARRAYS, Entry
 from megafold.evopipe.table import DIGEST_BYTES, MAX_RATIO, SPARSE, STORED, BadBlock, Table, corners
 
@@ -124,13 +125,9 @@ def unpack(data: bytes | memoryview, dtype: np.dtype, block: tuple[int, ...]) ->
     size = math.prod(block) * dtype.itemsize
     if len(data) == size:
         return np.frombuffer(data, dtype).reshape(block)
-    inflate = zlib.decompressobj()
-    try:
-        raw = inflate.decompress(data, size + 1)
-    except zlib.error as error:
-        raise BadBlock(str(error)) from error
-    if len(raw) != size or not inflate.eof:
-        raise BadBlock("a block does not have its size")
+    raw = inflate(data, size)
+    if len(raw) != size:
+        raise BadBlock("it does not have its size")
     if dtype.itemsize == 1:
         return np.frombuffer(raw, dtype).reshape(block)
     planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)

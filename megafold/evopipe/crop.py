@@ -216,7 +216,7 @@ def _looked_up_frames(crop: Crop, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
     rank = inside.cumsum(axis=-1)
     total, all_named = rank[:, -1], near[:, -1] < 0
     places = np.stack([(rank == place).argmax(axis=-1) for place in (1, 2, 3)], axis=-1)
-    ends = crop.new[np.take_along_axis(near, places, axis=-1)]
+    ends = crop.new[near[np.arange(n)[:, None], places]]
     where, resolved = crop.tokens["center_position"].astype(np.float64), crop.tokens["center_resolved"]
     edges = where[ends] - where[tokens][:, None]
     squares = (edges * edges).sum(axis=-1)
@@ -284,16 +284,19 @@ def frames_of_chain(position: np.ndarray, resolved: np.ndarray, wanted: np.ndarr
 
 def _plain_frames(position: np.ndarray, distance: np.ndarray, wanted: np.ndarray) -> np.ndarray | None:
     """`frames_of_chain` of the baseline's distances [wanted, n], or None where ties or rounded angles may decide."""
-    order = np.argpartition(distance, min(2, len(position) - 1), axis=-1)[:, :3]
-    values = np.take_along_axis(distance, order, axis=-1)
-    rank = values.argsort(axis=-1)
-    order, values = (np.take_along_axis(one, rank, axis=-1) for one in (order, values))
+    order, rows = distance.argpartition(min(2, len(position) - 1), axis=-1)[:, :3], np.arange(len(wanted))[:, None]
+    order = order[rows, distance[rows, order].argsort(axis=-1)]
+    values = distance[rows, order]
     if not ((values[:, :1] > 0) & (values[:, 1:] > values[:, :-1])).all() or not (values[:, 1] < FAR).all():
         return None
-    ends, where = order[:, :2], position.astype(np.float64)
-    edges = where[ends] - where[wanted][:, None]
+    edges = position[order[:, :2]].astype(np.float64) - position[wanted][:, None]
     bad, clear = _angles(edges[:, 0], edges[:, 1], (edges * edges).sum(axis=-1).prod(axis=-1))
-    return np.where(bad[:, None], -1, np.stack([ends[:, 0], wanted, ends[:, 1]], axis=-1)) if clear.all() else None
+    if not clear.all():
+        return None
+    found = order[:, [0, 0, 1]]
+    found[:, 1] = wanted
+    found[bad] = -1
+    return found
 
 
 def _rounded_frames(where: Tensor, distance: Tensor, rows: Tensor) -> np.ndarray:
@@ -360,10 +363,10 @@ def structure_features(
     np.subtract(tokens["residue_index"], 1, out=additional[:, 0])
     additional[:, 1], additional[:, 2] = np.arange(n), chain
     _entity_and_symmetry(segments, additional[:, 3], additional[:, 4])
-    resolution = None if entry.resolution is None else torch.tensor(entry.resolution)
+    resolution = None if entry.resolution is None else torch.from_numpy(np.array(entry.resolution, np.float32))
     resolved = None
     if resolution is not None:
-        resolved = torch.full((n_atoms,), int(0.1 <= float(resolution) <= 3.0), dtype=torch.long)
+        resolved = torch.from_numpy(np.full(n_atoms, 0.1 <= float(resolution) <= 3.0, np.int64))
     residue_of_atom = np.arange(len(crop.residues)).repeat(crop.residue_atoms)
     values = {
         "atom_inputs": crop.features.astype(np.float32),

@@ -194,7 +194,7 @@ class CachedStructures(Dataset):
         msa, deletions = self.cache.read_alignment(name, rows, choice.keep)
         options = {"training": self.training, "exact_bonds": self.exact_bonds}
         fields = compact_features(entry, choice.keep, msa, deletions, **options)
-        fields["chains"] = torch.tensor(choice.chains)
+        fields["chains"] = torch.from_numpy(np.array(choice.chains, np.int64))
         if not self.templates:
             fields |= dict.fromkeys([*GEOMETRY, "template_mask"])
         if not self.labels:

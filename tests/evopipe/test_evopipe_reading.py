@@ -37,6 +37,19 @@ def deep_cache(sample_cache, tmp_path_factory):
     return path
 
 
+def test_a_measured_example_reads_what_the_first_one_of_a_reader_does(deep_cache, monkeypatch):
+    data = CachedStructures(deep_cache, crop_size=64, msa_depth=16)
+    name, pread, read = data.entries[0], os.pread, []
+    data.cache.row(name)
+    monkeypatch.setattr(os, "pread", lambda handle, size, at: read.append((at, size)) or pread(handle, size, at))
+    measure.read_cached_example(data, name)
+    first = read.copy()
+    measure.blocks_of(data, name)
+    read.clear()
+    measure.read_cached_example(data, name)
+    assert read == first
+
+
 def test_an_example_reads_and_inflates_each_of_its_blocks_once(deep_cache, monkeypatch):
     data = CachedStructures(deep_cache, crop_size=64, msa_depth=16)
     name = data.entries[0]
