@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megafold.evofusion.attention_output import reference as attention_output_reference
-from megafold.evofusion.attention_output.api import attention_output
+from megafold.evofusion.attention_output.api import attention_output, gated
 from megafold.evofusion.conditioned import reference as conditioned_reference
 from megafold.evofusion.conditioned.api import adaptive_norm, condition_gate, conditioned_transition
 from megafold.evofusion.msa import reference as msa_reference
 from megafold.evofusion.msa.api import outer_product_mean, pair_weighted_averaging
 from megafold.evofusion.norm_project import reference as norm_project_reference
-from megafold.evofusion.norm_project.api import norm_project
+from megafold.evofusion.norm_project.api import norm_project, norm_project_and_pass
 from megafold.evofusion.smooth_lddt import reference as smooth_lddt_reference
 from megafold.evofusion.smooth_lddt.api import smooth_lddt_loss
 from megafold.evofusion.transition import reference as transition_reference
@@ -98,6 +98,7 @@ def triangle_multiplication_case(
     masked: bool = False,
     shared: str | None = None,
     residual: bool = True,
+    keep_operands: bool = False,
 ) -> Case:
     """AF3 algorithms 12, 13; `shared`: "row" or "col" dropout."""
     mask = draw.keep(batch, size) if masked else None
@@ -111,7 +112,9 @@ def triangle_multiplication_case(
     inputs |= {name: draw.weight(width, width) for name in ("gate_weight", "out_weight")}
     outgoing = mix == "outgoing"
     return Case(
-        lambda **t: triangle_multiplication(**t, mix=mix, mask=mask, dropped=dropped, residual=residual),
+        lambda **t: triangle_multiplication(
+            **t, mix=mix, mask=mask, dropped=dropped, residual=residual, keep_operands=keep_operands
+        ),
         lambda **t: triangle_reference.triangle_multiplication(
             **t, outgoing=outgoing, mask=pair_mask, dropped=dropped, residual=residual
         ),
@@ -141,8 +144,9 @@ def norm_project_case(
     heads: int = 4,
     bias: bool = True,
     norm_bias: bool = True,
+    passes: bool = False,
 ) -> Case:
-    """LayerNorm, `count` projections (the first with a bias, as the stock queries) and heads."""
+    """LayerNorm, `count` projections (the first with a bias, as the stock queries), heads; with `passes` x itself."""
     gamma, beta = draw.norm(width)
     inputs = {"x": draw.normal(*rows, width), "norm_weight": gamma} | ({"norm_bias": beta} if norm_bias else {})
     inputs |= {f"weight{p}": draw.weight(outputs, width) for p in range(count)}
@@ -163,6 +167,12 @@ def norm_project_case(
         weight = torch.cat(weights) if weights else None
         return flat(norm_project_reference.norm_project(x, gamma, beta, weight, bias, head_weight, count))
 
+    def passing(**t: Tensor) -> list[Tensor]:
+        *result, x = norm_project_and_pass(*parts(t))
+        return [*flat(result), x]
+
+    if passes:
+        return Case(passing, lambda **t: [*reference(**t), t["x"].view_as(t["x"])], inputs)
     return Case(lambda **t: flat(norm_project(*parts(t))), reference, inputs)
 
 
@@ -191,6 +201,12 @@ def attention_output_case(
         return attention_output_reference.attention_output(attended, gate, weight, **t, **fixed)
 
     return Case(operator, reference, inputs)
+
+
+def gated_case(draw: Draw, rows: Sequence[int], width: int) -> Case:
+    """The output gate of an attention over wide rows."""
+    inputs = {"value": draw.normal(*rows, width), "gate": draw.normal(*rows, width)}
+    return Case(gated, lambda value, gate: value * gate.sigmoid(), inputs)
 
 
 def adaptive_norm_case(draw: Draw, rows: Sequence[int], width: int = 128, depth: int = 128) -> Case:

@@ -156,7 +156,8 @@ KERNELS = {
     "smooth_lddt_gradient": Kernel("smooth_lddt.kernels", "gradient_kernel", (), SHARED, PAIRS, matrix=False),
 }
 ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bias", "grad_x", "grad_pre", "y", "grad_y")
-FLAGS = {"COPY": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True}
+ROWS += ("w0", "w1", "gamma")
+FLAGS = {"COPY": True, "ONES": True, "SCALE": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True, "HAS_BIAS": True}
 THROUGH_NORM = ("weight", "gamma", "beta", "grad")
 SUMS = dict.fromkeys(("products", "sums", "shares"), "*fp32:16")
 TRIANGLE_NORMS = {
@@ -188,6 +189,7 @@ FIXED = {
         name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)
         for name, config in (
             ("normalize", {"block_l": 2}),
+            ("fold", {"block_l": 2}),
             ("normalize_gradient", {"block_l": 2}),
             ("scale_shift", {"block_l": 2}),
             ("scale_shift_gradient", {"block_l": 2}),

@@ -7,6 +7,8 @@ rows of whole 16 bytes, which a width such as 801 does not give.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,8 @@ from megafold.evofusion.tiles import sigmoid
 
 ELEMENTS = 2048
 """Elements that a program holds at once."""
+
+GATE_BLOCK = {"BLOCK_L": 4, "BLOCK_C": 512}
 
 
 @triton.jit
@@ -47,14 +51,20 @@ def _rows(BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def normalize_kernel(x, out, copy, M, C, pitch, eps, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, COPY: tl.constexpr):
-    """(x - mean) / std, padded, and with COPY x itself, padded."""
+def normalize_kernel(
+    x, out, copy, M, C, pitch, eps,
+    BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, COPY: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """(x - mean) / std, padded, and with COPY x itself, padded; with ONES the padding's first column holds ones."""
     rows = _rows(BLOCK_L)
     c = tl.arange(0, BLOCK_C)
     tile = _load(x, rows, c, C, C, M)
+    x_hat, _ = _moments(tile, (c < C)[None, :], C, eps)
+    if ONES:
+        behind = (c == C)[None, :]
+        tile, x_hat = tl.where(behind, 1.0, tile), tl.where(behind, 1.0, x_hat)
     if COPY:
         _store(copy, rows, c, pitch, M, tile)
-    x_hat, _ = _moments(tile, (c < C)[None, :], C, eps)
     _store(out, rows, c, pitch, M, x_hat)
 
 
@@ -77,6 +87,21 @@ def normalize_gradient_kernel(
         result += _load(other, rows, c, C, C, M)
     pointers = out + rows[:, None] * C + c[None, :]
     tl.store(pointers, result.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def fold_kernel(
+    w0, w1, gamma, out, FIRST, M, C, pitch, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, SCALE: tl.constexpr
+):
+    """w0 [FIRST, C] and below it w1 [M - FIRST, C], with SCALE times gamma, padded: [M, pitch]."""
+    rows = _rows(BLOCK_L)
+    c = tl.arange(0, BLOCK_C)
+    value = _load(w0, rows, c, C, C, FIRST)
+    inside = ((rows >= FIRST) & (rows < M))[:, None] & (c < C)[None, :]
+    value += tl.load(w1 + (rows - FIRST)[:, None] * C + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if SCALE:
+        value *= tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    _store(out, rows, c, pitch, M, value)
 
 
 @triton.jit
@@ -117,9 +142,10 @@ def scale_shift_kernel(x, pre, gamma_bias, out, M, C, eps, BLOCK_L: tl.constexpr
 
 @triton.jit
 def scale_shift_gradient_kernel(
-    grad, x, pre, gamma_bias, grad_x, grad_pre, M, C, eps, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Gradients of x and of `pre` [M, 2 C]."""
+    grad, x, pre, gamma_bias, other, grad_x, grad_pre, M, C, eps,
+    BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x, with OTHER plus `other` [M, C], and of `pre` [M, 2 C]."""
     rows = _rows(BLOCK_L)
     c = tl.arange(0, BLOCK_C)
     inside = (rows < M)[:, None] & (c < C)[None, :]
@@ -133,17 +159,29 @@ def scale_shift_gradient_kernel(
     g *= scale
     mean = (tl.sum(g, 1) / C)[:, None]
     slope = (tl.sum(g * x_hat, 1) / C)[:, None]
-    _store(grad_x, rows, c, C, M, rstd[:, None] * (g - mean - x_hat * slope))
+    result = rstd[:, None] * (g - mean - x_hat * slope)
+    if OTHER:
+        result += _load(other, rows, c, C, C, M)
+    _store(grad_x, rows, c, C, M, result)
+
+
+@triton.jit
+def _gate_of(pre, bias, rows, c, C, M, HAS_BIAS: tl.constexpr):
+    gate = _load(pre, rows, c, C, C, M)
+    if HAS_BIAS:
+        gate += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    return gate
 
 
 @triton.jit
 def gate_kernel(
-    y, pre, bias, residual, out, M, C, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, RESIDUAL: tl.constexpr
-):
+    y, pre, bias, residual, out, M, C,
+    BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
     """residual + y sigmoid(pre + bias)."""
     rows = _rows(BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    gate = _load(pre, rows, c, C, C, M) + tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    gate = _gate_of(pre, bias, rows, c, C, M, HAS_BIAS)
     value = _load(y, rows, c, C, C, M) * sigmoid(gate)
     if RESIDUAL:
         value += _load(residual, rows, c, C, C, M)
@@ -151,15 +189,43 @@ def gate_kernel(
 
 
 @triton.jit
-def gate_gradient_kernel(grad, y, pre, bias, grad_y, grad_pre, M, C, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):
+def gate_gradient_kernel(
+    grad, y, pre, bias, grad_y, grad_pre, M, C, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BIAS: tl.constexpr
+):
     """Gradients of y and of `pre`."""
     rows = _rows(BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    gate = _load(pre, rows, c, C, C, M) + tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    gate = sigmoid(gate)
+    gate = sigmoid(_gate_of(pre, bias, rows, c, C, M, HAS_BIAS))
     g = _load(grad, rows, c, C, C, M)
     _store(grad_y, rows, c, C, M, g * gate)
     _store(grad_pre, rows, c, C, M, g * _load(y, rows, c, C, C, M) * gate * (1.0 - gate))
+
+
+def gated(
+    y: Tensor, pre: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, out_dtype: torch.dtype
+) -> Tensor:
+    """residual + y sigmoid(pre + bias) of rows [M, C]."""
+    out = torch.empty_like(y, dtype=out_dtype)
+    gate_kernel[_gate_grid(y)](
+        y, pre, y if bias is None else bias, y if residual is None else residual, out, *y.shape,
+        HAS_BIAS=bias is not None, RESIDUAL=residual is not None, **GATE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_gradient(grad: Tensor, y: Tensor, pre: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of y and of `pre` [M, C], in their dtypes."""
+    grad_y, grad_pre = torch.empty_like(y), torch.empty_like(pre)
+    gate_gradient_kernel[_gate_grid(y)](
+        grad, y, pre, y if bias is None else bias, grad_y, grad_pre, *y.shape, HAS_BIAS=bias is not None,
+        **GATE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return grad_y, grad_pre
+
+
+def _gate_grid(y: Tensor) -> tuple[int, int]:
+    rows, width = y.shape
+    return ceil_div(rows, GATE_BLOCK["BLOCK_L"]), ceil_div(width, GATE_BLOCK["BLOCK_C"])
 
 
 def whole_rows(width: int) -> tuple[int, int]:
@@ -168,15 +234,20 @@ def whole_rows(width: int) -> tuple[int, int]:
     return max(1, ELEMENTS // block_c), block_c
 
 
-def normalized(x: Tensor, dtype: torch.dtype, *, copy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(x - mean) / std of rows [M, C], and with `copy` x, in `dtype` and padded to [M, multiple of 16]."""
+def normalized(
+    x: Tensor, dtype: torch.dtype, *, copy: bool = False, ones: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(x - mean) / std of rows [M, C], and with `copy` x, in `dtype` and padded to [M, multiple of 16].
+
+    With `ones` the first column of the padding, if there is one, holds ones: a product over the rows then sums them.
+    """
     rows, width = x.shape
     out = x.new_empty((rows, round_up(width)), dtype=dtype)
     second = torch.empty_like(out) if copy else None
     block_l, block_c = whole_rows(out.shape[1])
     normalize_kernel[(ceil_div(rows, block_l),)](
         x, out, out if second is None else second, rows, width, out.shape[1], EPS, BLOCK_L=block_l, BLOCK_C=block_c,
-        COPY=copy, num_warps=4,
+        COPY=copy, ONES=ones, num_warps=4,
     )  # fmt: skip
     return out, second
 
@@ -190,6 +261,19 @@ def normalized_gradient(x: Tensor, grad: Tensor, other: Tensor | None = None) ->
     normalize_gradient_kernel[(ceil_div(rows, block_l),)](
         x, grad, x if other is None else other, out, rows, width, grad.shape[1], EPS, BLOCK_L=block_l,
         BLOCK_C=block_c, OTHER=kind, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def folded(weights: Sequence[Tensor], gamma: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """One or two weights [O, C] one below the other, times gamma [C], in `dtype`: [O, C filled up to 16] with zeros."""
+    width, rows = weights[0].shape[1], sum(weight.shape[0] for weight in weights)
+    out = weights[0].new_empty((rows, round_up(width)), dtype=dtype)
+    first, last = weights[0].contiguous(), weights[-1].contiguous()
+    block_l, block_c = whole_rows(out.shape[1])
+    fold_kernel[(ceil_div(rows, block_l),)](
+        first, last, first if gamma is None else gamma, out, first.shape[0], rows, width, out.shape[1],
+        BLOCK_L=block_l, BLOCK_C=block_c, SCALE=gamma is not None, num_warps=4,
     )  # fmt: skip
     return out
 

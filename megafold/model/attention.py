@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from megafold.model.attend import Attend
 
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""out * sigmoid(gate) of the output of an attention and of what is projected for its gate."""
+
 
 def triangle_attention(
     self: Module,
@@ -57,19 +60,22 @@ def pair_bias_attention(
     windowed_mask: None = None,
     attend: Attend,
     make_bias: Callable[[Module, Tensor], Tensor] | None = None,
+    gate: Gate | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward``, no windows (AF3 algorithm 24): single_repr [B, N, d], mask [B, N] -> [B, N, d].
 
     pairwise_repr [B, N, N, dp] may be a :class:`Repeated`: then it is normalised and projected to the bias [b, H, N, N]
     once a structure, and its copies share it; ``mask`` must be equal for the copies. Unlike the stock module on ROCm it
-    normalises a pair representation of more than 2e9 elements too. ``make_bias`` computes the bias in another way.
+    normalises a pair representation of more than 2e9 elements too. ``make_bias`` computes the bias in another way,
+    ``gate`` the output gate.
     """
     once, copies = once_and_copies(pairwise_repr)
     bias = remembered(pairwise_repr, self, lambda: (make_bias or _bias)(self, once))
     if attn_bias is not None:
         bias, copies = Repeated(bias, copies).materialize() + attn_bias.unsqueeze(1), 1
     mask = None if mask is None else mask[::copies]
-    out, values = _gated(self.attn, single_repr.unflatten(0, (-1, copies)), bias, mask, value_residual, attend)
+    single = single_repr.unflatten(0, (-1, copies))
+    out, values = _gated(self.attn, single, bias, mask, value_residual, attend, gate)
     out = out.flatten(0, 1)
     return (out, values) if return_values else out
 
@@ -86,6 +92,7 @@ def windowed_attention(
     windowed_mask: Tensor | None = None,
     attend: Attend,
     make_bias: Callable[[Module, Tensor], Tensor] | None = None,
+    gate: Gate | None = None,
     attend_windows: Callable[..., Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``AttentionPairBias.forward`` with windows of w atoms, each seeing itself and the one before.
@@ -109,7 +116,7 @@ def windowed_attention(
         if mask is not None and (mask.shape[0] == 1 or mask.stride(0) != 0):
             out = _average_where_unseen(out, v, mask, windowed_mask, size)
         out = out.flatten(2)
-        out = attn.to_out(_through_gate(attn, out, single_repr))
+        out = attn.to_out(_through_gate(attn, out, single_repr, gate))
         return (out, values) if return_values else out
 
     # [B, H, M, D] -> one group a window, [B * nw, 1, H, w or 2w, D]; likewise the bias and the mask of seen keys.
@@ -122,7 +129,7 @@ def windowed_attention(
 
     out = attend(q, k, v, bias, seen).squeeze(1).transpose(1, 2)
     out = out.unflatten(0, (single_repr.shape[0], -1)).flatten(1, 2)[:, :atoms].flatten(2)
-    out = attn.to_out(_through_gate(attn, out, single_repr))
+    out = attn.to_out(_through_gate(attn, out, single_repr, gate))
     return (out, values) if return_values else out
 
 
@@ -145,7 +152,13 @@ def _bias(self: Module, pairs: Tensor) -> Tensor:
 
 
 def _gated(
-    attn: Attention, x: Tensor, bias: Tensor, mask: Tensor | None, value_residual: Tensor | None, attend: Attend
+    attn: Attention,
+    x: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    value_residual: Tensor | None,
+    attend: Attend,
+    gate: Gate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [G, R, N, d], bias [G, H, N, N], mask [G, N] -> the output [G, R, N, d] and the values [G * R, H, N, D]."""
     q, k, v, values = _project(attn, x.flatten(0, 1), bias.shape[1], value_residual)
@@ -155,7 +168,7 @@ def _gated(
     dropout_p = attn.attend.attn_dropout.p if attn.attend.attn_dropout.training else 0.0
     out = attend(q, k, v, bias, seen, dropout_p=dropout_p)
     out = out.transpose(-3, -2).flatten(-2)
-    return attn.to_out(_through_gate(attn, out, x)), values
+    return attn.to_out(_through_gate(attn, out, x, gate)), values
 
 
 def _project(attn: Attention, x: Tensor, heads: int, value_residual: Tensor | None) -> tuple[Tensor, ...]:
@@ -176,5 +189,10 @@ def _with_memory(attn: Attention, k: Tensor, v: Tensor, bias: Tensor, seen: Tens
     return k + memory[0], v + memory[1], F.pad(bias, (count, 0)), seen
 
 
-def _through_gate(attn: Attention, out: Tensor, x: Tensor) -> Tensor:
-    return out if attn.to_gates is None else out * attn.to_gates(x)
+def _through_gate(attn: Attention, out: Tensor, x: Tensor, gate: Gate | None) -> Tensor:
+    if attn.to_gates is None:
+        return out
+    if gate is None:
+        return out * attn.to_gates(x)
+    project, _ = attn.to_gates
+    return gate(out, project(x))

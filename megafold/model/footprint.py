@@ -24,11 +24,12 @@ from megafold.model.presets import preset
 GIB = 2**30
 PARAMETERS = {"paper": 456_701_750}
 # Of megafold.model.recompute and graphs, which load torch; a test compares them.
-GROUPED_FROM, GROUP, MOST_ELEMENTS = 1536, 8, 1 << 28
+GROUPED_FROM, GROUP, MOST_ELEMENTS, KEPT_PAIRS = 1536, 8, 1 << 28, 1 << 26
 STREAM = 4  # residual streams are fp32, also under bf16 autocast
 PERSISTENT_BYTES = 16  # a parameter, its gradient and Adam's two averages
 # A block at work, in its backward: tensors of the dtype of products that are alive at once, in units of its stream.
 PAIR_BLOCK_TENSORS, FUSED_PAIR_BLOCK_TENSORS = 80, 54
+KEPT_OPERANDS = 4  # of both triangle updates, where they are kept: counted, not part of what was measured
 ATOM_BLOCK_TENSORS, FUSED_ATOM_BLOCK_TENSORS = 71, 17
 TRUNK_GRADIENTS = 0.6  # share of the gradients that do not exist yet in the backward of the diffusion module
 EAGER_SCORES = 10  # logits, probabilities and their gradients
@@ -149,7 +150,10 @@ def _diffusion(model: Architecture, plan: Plan, n: int, atoms: int, narrow: int)
     of_atom_pairs = STREAM + (0 if plan.recompute else 3 * narrow)
     of_single = STREAM + (0 if plan.recompute else model.single_transitions * transition)
     atom_layers = model.atom_encoder.depth + model.atom_decoder.depth
+    # Of tokens and atoms, normalised and as it is, padded; tokens' once more where graphs read it.
+    prepared = copies * (n * model.dim_condition * (1 + plan.graphs) + atoms * model.dim_atom) * 2 * narrow
     return {
+        "prepared_conditioning": prepared if plan.evofusion else 0,
         "pair_conditioning": int(pair_copies * n * n * model.dim_pairwise * pair),
         "single_conditioning": int(copies * n * model.dim_condition * of_single),
         "token_transformer": model.token_transformer.depth * units * copies * n * model.dim_token * STREAM,
@@ -170,6 +174,8 @@ def _graph_buffers(model: Architecture, n: int, depth: int, templates: int) -> i
 
 def _pair_block(model: Architecture, plan: Plan, n: int, narrow: int, scores: bool) -> int:
     tensors = FUSED_PAIR_BLOCK_TENSORS if plan.evofusion else PAIR_BLOCK_TENSORS
+    if plan.evofusion and n * n * model.dim_pairwise <= KEPT_PAIRS:
+        tensors += KEPT_OPERANDS
     block = n * n * model.dim_pairwise * tensors * narrow
     return block + scores * n**3 * model.trunk_pair.tri_attn_heads * EAGER_SCORES * narrow
 

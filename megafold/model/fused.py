@@ -15,10 +15,10 @@ from alphafold3_pytorch import alphafold3 as stock
 from torch import Tensor
 from torch.nn import Module
 
-from megafold.evofusion.attention_output.api import attention_output
-from megafold.evofusion.conditioned.api import adaptive_norm, condition_gate
+from megafold.evofusion.attention_output.api import attention_output, gated
+from megafold.evofusion.conditioned.api import Conditioning, adaptive_norm_and_pass, condition_gate, prepare
 from megafold.evofusion.msa.api import outer_product_mean, pair_weighted_averaging
-from megafold.evofusion.norm_project.api import norm_project
+from megafold.evofusion.norm_project.api import norm_project, norm_project_and_pass
 from megafold.evofusion.smooth_lddt.api import smooth_lddt_loss as fused_smooth_lddt
 from megafold.evofusion.transition.api import transition
 from megafold.evofusion.triangle_multiplication.api import triangle_multiplication
@@ -63,10 +63,15 @@ def plain_transition(self: Module, x: Tensor) -> Tensor:
     return transition(x, None, None, *_transition_weights(self), residual=False)
 
 
+def prepared(self: Module, cond: Tensor | Repeated) -> Conditioning | Tensor | Repeated:
+    """The conditioning [B, N, dc] of a ``DiffusionTransformer``, normalised once for all its layers."""
+    return cond if isinstance(cond, Repeated) else prepare(cond)
+
+
 def condition_wrapper(
-    self: Module, x: Tensor, *, cond: Tensor | Repeated, residual: Tensor | None = None, **kwargs: Any
+    self: Module, x: Tensor, *, cond: Conditioning | Tensor | Repeated, residual: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """``ConditionWrapper.forward`` (AF3 algorithm 25): x [B, N, d], cond [B, N, dc], shared or not.
+    """``ConditionWrapper.forward`` (AF3 algorithm 25): x [B, N, d], cond [B, N, dc], shared or prepared or neither.
 
     With a ``residual`` [B, N, d] the output is added to it.
     """
@@ -76,12 +81,13 @@ def condition_wrapper(
             return out
         return (out[0] + residual, *out[1:]) if isinstance(out, tuple) else out + residual
     norm, gate = self.adaptive_norm, self.to_adaln_zero_gamma[0]
-    normed = adaptive_norm(
+    normed, again, cond = adaptive_norm_and_pass(
         x, cond, norm.norm_cond.weight, norm.to_gamma[0].weight, norm.to_gamma[0].bias, norm.to_beta.weight
     )
+    residual = again if residual is x else residual
     out = self.fn(normed, **kwargs)
-    gated = partial(condition_gate, cond=cond, weight=gate.weight, bias=gate.bias, residual=residual)
-    return (gated(out[0]), *out[1:]) if isinstance(out, tuple) else gated(out)
+    finish = partial(condition_gate, cond=cond, weight=gate.weight, bias=gate.bias, residual=residual)
+    return (finish(out[0]), *out[1:]) if isinstance(out, tuple) else finish(out)
 
 
 def outer_product(self: Module, msa: Tensor, *, mask: Tensor | None = None, msa_mask: Tensor | None = None) -> Tensor:
@@ -172,11 +178,13 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
                 yield path, "forward", function, f"{kind} (evofusion)"
         if _is(module, stock.ConditionWrapper):
             yield path, recompute.ADDS, True, "residual (evofusion)"
+        if _is(module, stock.DiffusionTransformer):
+            yield path, recompute.PREPARES, prepared, "conditioning of all layers (evofusion)"
 
 
 def attention_options(module: Module) -> dict[str, Callable[..., Tensor]]:
     """What EvoFusion does in an ``AttentionPairBias``, as options for `megafold.model.attention`."""
-    options: dict[str, Callable[..., Tensor]] = {"make_bias": pair_bias}
+    options: dict[str, Callable[..., Tensor]] = {"make_bias": pair_bias, "gate": gated}
     if module.window_size is not None and not module.attn.attend.enable_attn_softclamp:
         options["attend_windows"] = windowed_attention
     return options
@@ -215,6 +223,7 @@ def _triangle_update(layer: Module, pairs: Tensor, mask: Tensor | None, mix: str
         mix=mix,
         mask=mask,
         dropped=_drawn(dropout, pairs),
+        keep_operands=pairs.numel() <= recompute.KEPT_PAIRS,
     )
 
 
@@ -224,7 +233,7 @@ def _triangle_attention(layer: Module, pairs: Tensor, mask: Tensor | None, atten
         return layer(pairs, mask=mask) + pairs
     attn, to_bias = fn.attn, fn.to_attn_bias[0].weight
     weights = [attn.to_q.weight, *attn.to_kv.weight.chunk(2), attn.to_gates[0].weight]
-    (q, k, v, gate), bias = norm_project(
+    (q, k, v, gate), bias, pairs = norm_project_and_pass(
         pairs, norm.weight, norm.bias, weights, [attn.to_q.bias, None, None, None], to_bias
     )
     # [b, i, j, H D] -> rows, heads, queries: rows are i, or j for the ending node, by strides alone.

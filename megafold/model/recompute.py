@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 RECOMPUTES = "_megafold_recomputes"
 ADDS = "_megafold_adds"  # a conditioned layer that adds its output to a residual itself
+PREPARES = "_megafold_prepares"  # what a stack makes of its conditioning once, for all layers
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
 GROUPED_FROM = 1536
 GROUP = 8
+# Elements of pairs (N = 724 of width 128) up to which the operands of a block's triangle updates are kept from its
+# forward, which a checkpoint runs right before its backward: four tensors of pairs in the dtype of products.
+KEPT_PAIRS = 1 << 26
 
 
 def recomputed(function: Callable[..., Any], module: Module, *args: Any) -> Any:
@@ -74,6 +78,8 @@ def transformer_blocks(
 
     The stock module keeps one before the attention and one before the transition.
     """
+    prepares = getattr(self, PREPARES, None)
+    single_repr = single_repr if prepares is None else prepares(single_repr)
     layers, context = list(self.layers), (single_repr, pairwise_repr, mask, windowed_mask)
     first_values = None
     if self.add_value_residual and layers:

@@ -24,7 +24,8 @@ asynchronous          TemplateEmbedder.forward                                tr
 chunked_heads         SmoothLDDTLoss.forward                                  lddt.smooth_lddt_loss
 evofusion             PairwiseBlock.forward                                   fused.pair_block
 evofusion             PreLayerNorm.forward (transitions), Transition.forward  fused.normed_transition, plain_transition
-evofusion             ConditionWrapper.forward                                fused.condition_wrapper
+evofusion             ConditionWrapper.forward                                fused.condition_wrapper, on what
+                      (DiffusionTransformer, checkpointed)                    fused.prepared made once for all layers
 evofusion             OuterProductMean.forward                                fused.outer_product
 evofusion             MSAPairWeightedAveraging.forward                        fused.pair_weighted
 evofusion             SmoothLDDTLoss.forward                                  fused.smooth_lddt

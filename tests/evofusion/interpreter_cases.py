@@ -38,21 +38,27 @@ CASES = {
     "triangle multiplication, incoming, two structures, column dropout": lambda d: cases.triangle_multiplication_case(
         d, 5, 32, batch=2, mix="incoming", shared="col", residual=False
     ),
+    "triangle multiplication, incoming, kept operands": lambda d: cases.triangle_multiplication_case(
+        d, 3, 16, mix="incoming", masked=True, keep_operands=True
+    ),
     "transition in chunks": lambda d: cases.transition_case(d, (3, 17), 32),
     "transition without norm and residual": lambda d: cases.transition_case(
         d, (19,), 16, 48, norm=False, residual=False
     ),
     "transition, width that is no multiple of 16": lambda d: cases.transition_case(d, (2, 9), 21, 42),
     "transition, wide, without norm": lambda d: cases.transition_case(d, (11,), 256, 64, norm=False),
-    "projections and heads": lambda d: cases.norm_project_case(d, (2, 5, 7), 32, outputs=48, count=3),
+    "projections and heads": lambda d: cases.norm_project_case(d, (2, 5, 7), 32, outputs=48, count=3, passes=True),
     "heads alone": lambda d: cases.norm_project_case(d, (1, 5, 7), 16, count=0, heads=16, norm_bias=False),
     "attention output, row dropout": lambda d: cases.attention_output_case(d, (2, 5, 7), 32, 64, shared="row"),
     "attention output, column dropout": lambda d: cases.attention_output_case(
         d, (1, 3, 18), 64, 16, shared="col", residual=False
     ),
     "attention output without gate": lambda d: cases.attention_output_case(d, (1, 2, 5), 32, 32, gated=False),
+    "gate of wide rows": lambda d: cases.gated_case(d, (3, 5), 600),
     "conditioned transition": lambda d: cases.conditioned_transition_case(d, (2, 19), 32, 16),
     "conditioned transition, odd conditioning": lambda d: cases.conditioned_transition_case(d, (2, 19), 32, 33),
+    "adaptive norm, odd conditioning": lambda d: cases.adaptive_norm_case(d, (2, 9), 32, 33),
+    "adaptive norm": lambda d: cases.adaptive_norm_case(d, (2, 9), 16, 32),
     "condition gate without residual": lambda d: cases.condition_gate_case(d, (7,), 24, 21, residual=False),
     "windowed attention": lambda d: cases.windowed_attention_case(d, 60, heads=1, dim=32),
     "windowed attention, masks, padded head dim": lambda d: cases.windowed_attention_case(
@@ -72,6 +78,7 @@ FP32_ALONE = (
     "smooth lDDT",
     "smooth lDDT without mask",
     "triangle multiplication, outgoing, two blocks of a row, mask",
+    "triangle multiplication, incoming, kept operands",
 )
 UNDER_AUTOCAST = (
     "triangle multiplication, outgoing, mask, row dropout",

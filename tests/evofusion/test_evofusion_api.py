@@ -8,7 +8,7 @@ import torch
 from megafold.evofusion import cases, operator
 from megafold.evofusion.attention_output.api import attention_output
 from megafold.evofusion.cases import Draw
-from megafold.evofusion.conditioned.api import adaptive_norm, condition_gate
+from megafold.evofusion.conditioned.api import Conditioning, adaptive_norm, condition_gate, prepare
 from megafold.evofusion.msa.api import outer_product_mean, pair_weighted_averaging
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.smooth_lddt.api import smooth_lddt_loss
@@ -141,3 +141,38 @@ def test_operators_that_run_on_a_cpu_pass_pytorchs_own_check(name):
 def test_narrow_widths_are_powers_of_two_up_to_128(widths):
     assert operator.is_narrow(*widths)
     assert not any(operator.is_narrow(*widths, other) for other in (8, 48, 256, 801))
+
+
+@pytest.mark.parametrize("depth", [33, 32], ids=["padded", "whole"])
+def test_a_column_of_ones_sums_the_rows_in_the_product(depth, monkeypatch):
+    pytest.importorskip("triton")
+    from megafold.evofusion.conditioned import launch
+
+    given = []
+
+    def in_fp32(a, x):  # as the vendor's product of 16-bit rows on a GPU
+        given.append(x)
+        return a.mT.float() @ x.float()
+
+    monkeypatch.setattr(launch, "product_over_rows", in_fp32)
+    generator = torch.Generator().manual_seed(0)
+    cond, grads = (torch.randn(50, width, generator=generator).bfloat16() for width in (depth, 12))
+    source = launch._padded(cond, None, torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "sum", None if depth == 33 else torch.Tensor.sum)  # none but the product sums
+    products, sums = launch._over_rows(grads, source, depth, 8)
+    monkeypatch.undo()
+    assert given[0].shape == (50, 48 if depth == 33 else 32)
+    torch.testing.assert_close(products.double(), grads.double().mT @ cond.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.double(), grads[:, :8].double().sum(0).unsqueeze(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_conditioning_prepared_in_another_dtype_is_refused():
+    parts = (ADAPTIVE["cond"], *(ADAPTIVE["cond"].bfloat16(),) * 2)
+    with pytest.raises(
+        ValueError, match=r"^adaptive_norm: cond.normed has dtype torch.bfloat16; allowed: torch.float32"
+    ):
+        adaptive_norm(**ADAPTIVE | {"cond": Conditioning(*parts)})
+
+
+def test_without_kernels_a_conditioning_stays_what_it_is():
+    assert prepare(ADAPTIVE["cond"]) is ADAPTIVE["cond"]

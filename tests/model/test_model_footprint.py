@@ -103,6 +103,6 @@ def test_its_constants_are_the_models():
     from megafold.model.build import build_model
 
     assert (footprint.GROUPED_FROM, footprint.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
-    assert footprint.MOST_ELEMENTS == graphs.MOST_ELEMENTS
+    assert (footprint.MOST_ELEMENTS, footprint.KEPT_PAIRS) == (graphs.MOST_ELEMENTS, recompute.KEPT_PAIRS)
     built = sum(parameter.numel() for parameter in build_model("paper").parameters())
     assert {"paper": built} == footprint.PARAMETERS

@@ -246,6 +246,30 @@ def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, ma
     assert model.pairformer._megafold_graphs.shapes > 2
 
 
+def test_the_conditioning_is_prepared_once_for_all_layers(make_model, make_batch, step, monkeypatch):
+    from megafold.evofusion.conditioned.api import Conditioning
+    from megafold.model import fused, replacements
+    from megafold.model.optimize import optimize
+
+    model, batch, calls = make_model(**CHECKPOINTED, **DEEP), make_batch(9), []
+
+    def prepare(cond):  # on a CPU nothing reads what is prepared
+        calls.append(tuple(cond.shape))
+        return Conditioning(cond, *(torch.full_like(cond, torch.nan),) * 2)
+
+    optimize(model, Plan(graphs=False))
+    expected = step(model, batch)
+    monkeypatch.setattr(fused, "prepare", prepare)
+    monkeypatch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
+    optimize(model, Plan())
+    found = step(model, batch)
+    # Atom encoder, token transformer and atom decoder, whatever their depth and in the forward alone.
+    assert len(calls) == 3
+    torch.testing.assert_close(found[0], expected[0])
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, step):
     from megafold.model.optimize import optimize
 

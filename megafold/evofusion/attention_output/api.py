@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megafold.evofusion.attention_output import reference
@@ -59,10 +60,58 @@ def attention_output(
     return reference.attention_output(attended, gate, weight, dropped, residual)
 
 
+def gated(value: Tensor, gate: Tensor) -> Tensor:
+    """value * sigmoid(gate) in one pass each way, for rows too wide for `attention_output`.
+
+    Args:
+        value, gate: [..., C] of one shape, fp32, bf16 or fp16 (fp64 in PyTorch).
+
+    Returns:
+        [..., C], contiguous, in the wider of the two dtypes.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype or device; it names the argument and what is allowed.
+        NotImplementedError: in a backward of the backward (kernels only).
+    """
+    check_rows("gated", "value", value)
+    check_tensors("gated", value, {"gate": (gate, value.shape, ())})
+    if uses_kernels(value) and value.numel():
+        return _gated_op(value, gate)
+    return value * gate.sigmoid()
+
+
 def _forward(*arguments):
     from megafold.evofusion.attention_output import launch
 
     return launch.forward(*arguments)
+
+
+def _gated(value, gate):
+    from megafold.evofusion.attention_output import launch
+
+    return launch.gated(value, gate)
+
+
+def _fake_gated(value, gate):
+    return value.new_empty(value.shape, dtype=torch.promote_types(value.dtype, gate.dtype))
+
+
+def _gated_gradients(grad_out, value, gate):
+    from megafold.evofusion.attention_output import launch
+
+    return launch.gated_gradient(grad_out, value, gate)
+
+
+def _fake_gated_gradients(grad_out, value, gate):
+    return value.new_empty(value.shape), gate.new_empty(gate.shape)
+
+
+def _gated_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gated_backward(ctx, grad_out):
+    return _gated_backward_op(grad_out, *ctx.saved_tensors)
 
 
 def _fake_forward(attended, gate, weight, dropped, residual, dtype):
@@ -109,4 +158,11 @@ _forward_op = define(
     _fake_forward,
     _backward,
     _setup_context,
+)
+_gated_backward_op = define(
+    "gated_backward", "(Tensor grad_out, Tensor value, Tensor gate) -> (Tensor, Tensor)", _gated_gradients,
+    _fake_gated_gradients,
+)  # fmt: skip
+_gated_op = define(
+    "gated", "(Tensor value, Tensor gate) -> Tensor", _gated, _fake_gated, _gated_backward, _gated_context
 )

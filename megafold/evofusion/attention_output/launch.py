@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
+from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.attention_output import kernels
 from megafold.evofusion.launch import ceil_div, configuration, in_dtype, options, shared_strides
 from megafold.evofusion.weight_gradient import product_over_rows
@@ -61,6 +62,22 @@ def backward(
         )  # fmt: skip
         grad_weight = product_over_rows(scaled.view(-1, weight.shape[0]), gated.view(-1, weight.shape[1]))
     return grad_attended, grad_gate, grad_weight.to(weight.dtype)
+
+
+def gated(value: Tensor, gate: Tensor) -> Tensor:
+    """value * sigmoid(gate)."""
+    rows = (t.contiguous().view(-1, value.shape[-1]) for t in (value, gate))
+    with triton_support.device_guard(value.device):
+        out = row_kernels.gated(*rows, out_dtype=torch.promote_types(value.dtype, gate.dtype))
+    return out.view(value.shape)
+
+
+def gated_gradient(grad_out: Tensor, value: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of value and gate, contiguous."""
+    rows = (t.contiguous().view(-1, value.shape[-1]) for t in (grad_out, value, gate))
+    with triton_support.device_guard(value.device):
+        grad_value, grad_gate = row_kernels.gated_gradient(*rows)
+    return grad_value.view(value.shape), grad_gate.view(value.shape)
 
 
 def _sizes(attended: Tensor) -> tuple[int, int]:

@@ -10,10 +10,19 @@ from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.conditioned import kernels
 from megafold.evofusion.launch import EPS, ceil_div, configuration, in_dtype, options, round_up
 from megafold.evofusion.operator import is_narrow
-from megafold.evofusion.rows import normalized, normalized_gradient, padded, whole_rows
-from megafold.evofusion.weight_gradient import Rows, by_rows, through_norm
+from megafold.evofusion.rows import folded, normalized, normalized_gradient, whole_rows
+from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
 
-GATE_BLOCK = {"BLOCK_L": 4, "BLOCK_C": 512}
+
+def prepare(cond: Tensor, copy: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cond - mean) / std and with ``copy`` cond (else no element), [..., D'] in the dtype of products.
+
+    D' is D filled up to a multiple of 16; the first column of the padding, if there is any, holds ones.
+    """
+    shape = (*cond.shape[:-1], round_up(cond.shape[-1]))
+    with triton_support.device_guard(cond.device):
+        normed, padded = normalized(_flat(cond), dtype, copy=copy, ones=True)
+    return normed.view(shape), padded.view(shape) if copy else normed.new_empty(0)
 
 
 def adaptive_norm(
@@ -23,9 +32,10 @@ def adaptive_norm(
     gamma_weight: Tensor,
     gamma_bias: Tensor,
     beta_weight: Tensor,
+    normed: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
-    """[..., C] in the dtype of products."""
+) -> tuple[Tensor, Tensor]:
+    """[M, C] in the dtype of products; for the wide backward what scales and shifts [M, 2 C] (no element otherwise)."""
     x, cond = _flat(x), _flat(cond)
     out = torch.empty_like(x, dtype=dtype)
     rows, width = x.shape
@@ -36,13 +46,13 @@ def adaptive_norm(
                 x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype), out, rows, EPS,
                 BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip
-        else:
-            _, _, pre = _scales(cond, cond_norm_weight, gamma_weight, beta_weight, dtype)
-            block_l, block_c = whole_rows(width)
-            row_kernels.scale_shift_kernel[(ceil_div(rows, block_l),)](
-                x, pre, gamma_bias, out, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=4
-            )
-    return out
+            return out, x.new_empty(0, dtype=dtype)
+        pre = _normed(cond, normed, dtype) @ folded((gamma_weight, beta_weight), cond_norm_weight, dtype).mT
+        block_l, block_c = whole_rows(width)
+        row_kernels.scale_shift_kernel[(ceil_div(rows, block_l),)](
+            x, pre, gamma_bias, out, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=4
+        )
+    return out, pre
 
 
 def adaptive_norm_backward(
@@ -53,80 +63,115 @@ def adaptive_norm_backward(
     gamma_weight: Tensor,
     gamma_bias: Tensor,
     beta_weight: Tensor,
+    normed: Tensor | None,
+    pre: Tensor,
+    other_x: Tensor | None,
+    other_cond: Tensor | None,
     dtype: torch.dtype,
-    others: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the six arguments; `others` are added to those of x and cond."""
+    """Gradients of x, cond and the four parameters; `other_x` and `other_cond` are added to the first two."""
     grad_out, x, cond = _flat(grad_out), _flat(x), _flat(cond)
-    rows, width = x.shape
-    grad_x, grad_cond = torch.empty_like(x), torch.empty_like(cond)
+    other_x, other_cond = (None if t is None else _flat(t) for t in (other_x, other_cond))
+    width = x.shape[1]
+    run = _narrow_backward if is_narrow(width, cond.shape[1]) else _wide_backward
+    weights = (cond_norm_weight, gamma_weight, gamma_bias, beta_weight)
     with triton_support.device_guard(x.device):
-        if is_narrow(width, cond.shape[1]):
-            grad_gate = torch.empty_like(x, dtype=dtype)
-            config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
-            kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
-                grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
-                *((x, cond) if others is None else map(_flat, others)), grad_x, grad_cond, grad_gate, rows, EPS,
-                BLOCK_O=min(config["block_o"], width), OTHERS=others is not None, **constants, **options(config),
-            )  # fmt: skip
-            sums = Rows(1, 1, rows, 2 * width, cond.shape[1], x.device, dtype)
-            sums.add(by_rows(grad_gate), by_rows(cond), width, norm=True)
-            sums.add(by_rows(grad_out.to(dtype)), by_rows(cond), width, width, norm=True)
-            products, totals = sums.finish()
-        else:
-            weights, source, pre = _scales(cond, cond_norm_weight, gamma_weight, beta_weight, dtype)
-            grad_pre = torch.empty_like(pre)
-            block_l, block_c = whole_rows(width)
-            row_kernels.scale_shift_gradient_kernel[(ceil_div(rows, block_l),)](
-                grad_out, x, pre, gamma_bias, grad_x, grad_pre, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c,
-                num_warps=4,
-            )  # fmt: skip
-            if others is not None:
-                grad_x += _flat(others[0])
-            grad_cond = normalized_gradient(cond, grad_pre @ weights, None if others is None else _flat(others[1]))
-            products = (grad_pre.mT @ source)[:, : cond.shape[1]].float()
-            totals = grad_pre.sum(0, dtype=torch.float32).unsqueeze(1)
-        grad_gamma_weight, grad_beta_weight, grad_cond_gamma = through_norm(
-            products, totals, (gamma_weight, beta_weight), cond_norm_weight, None
+        grad_x, grad_cond, products, sums = run(grad_out, x, cond, *weights, normed, pre, other_x, other_cond, dtype)
+        # The LayerNorm has no shift, so that only the bias wants sums: those of gamma.
+        halves = zip((gamma_weight, beta_weight), products.split(width))
+        parts = [Part(weight, half, sums[:, 0]) for weight, half in halves]
+        (grad_gamma_weight, grad_beta_weight), (grad_cond_gamma,) = gradients_through_norm(
+            parts, cond_norm_weight, None
         )
-    grad_gamma_bias = _column(totals[:width], gamma_bias.dtype)
+    grad_gamma_bias = _column(sums, gamma_bias.dtype)
     return grad_x, grad_cond, grad_cond_gamma, grad_gamma_weight, grad_gamma_bias, grad_beta_weight
 
 
+def _narrow_backward(
+    grad_out, x, cond, cond_norm_weight, gamma_weight, gamma_bias, beta_weight, normed, pre, other_x, other_cond, dtype
+):
+    rows, width = x.shape
+    grad_x, grad_cond, grad_gate = torch.empty_like(x), torch.empty_like(cond), torch.empty_like(x, dtype=dtype)
+    both = other_x is not None and other_cond is not None
+    config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
+    kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
+        grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
+        *((other_x, other_cond) if both else (x, cond)), grad_x, grad_cond, grad_gate, rows, EPS,
+        BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants, **options(config),
+    )  # fmt: skip
+    if not both:
+        for grad, other in ((grad_x, other_x), (grad_cond, other_cond)):
+            if other is not None:
+                grad += other
+    sums = Rows(1, 1, rows, 2 * width, cond.shape[1], x.device, dtype)
+    source = by_rows(cond if normed is None else _flat(normed))
+    sums.add(by_rows(grad_gate), source, width, norm=normed is None)
+    sums.add(by_rows(grad_out.to(dtype)), source, width, width, norm=normed is None)
+    products, totals = sums.finish()
+    return grad_x, grad_cond, products, totals[:width]
+
+
+def _wide_backward(
+    grad_out, x, cond, cond_norm_weight, gamma_weight, gamma_bias, beta_weight, normed, pre, other_x, other_cond, dtype
+):
+    rows, width = x.shape
+    grad_x, grad_pre = torch.empty_like(x), torch.empty_like(pre)
+    block_l, block_c = whole_rows(width)
+    row_kernels.scale_shift_gradient_kernel[(ceil_div(rows, block_l),)](
+        grad_out, x, pre, gamma_bias, x if other_x is None else other_x, grad_x, grad_pre, rows, width, EPS,
+        BLOCK_L=block_l, BLOCK_C=block_c, OTHER=other_x is not None, num_warps=4,
+    )  # fmt: skip
+    weights = folded((gamma_weight, beta_weight), cond_norm_weight, dtype)
+    grad_cond = normalized_gradient(cond, grad_pre @ weights, other_cond)
+    products, sums = _over_rows(grad_pre, _normed(cond, normed, dtype), cond.shape[1], width)
+    return grad_x, grad_cond, products, sums
+
+
 def condition_gate(
-    y: Tensor, cond: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """[M, C] in the dtype of the residual, or of products without one."""
+    y: Tensor,
+    cond: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    padded: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """[M, C] in the dtype of the residual, or of products without one; for the wide backward the gate [M, C] before its
+    bias and sigmoid (no element otherwise)."""
     y, cond = _flat(y), _flat(cond)
     residual = None if residual is None else _flat(residual)
-    out = torch.empty_like(y, dtype=dtype if residual is None else residual.dtype)
+    out_dtype = dtype if residual is None else residual.dtype
     rows, width = y.shape
     with triton_support.device_guard(y.device):
         if is_narrow(width, cond.shape[1]):
+            out = torch.empty_like(y, dtype=out_dtype)
             config, constants = _narrow("condition_gate", y, cond, dtype)
             kernels.condition_gate_kernel[(ceil_div(rows, config["block_l"]),)](
                 y, cond, *in_dtype(dtype, weight), bias, y if residual is None else residual, out, rows,
                 BLOCK_O=min(config["block_o"], width), RESIDUAL=residual is not None, **constants, **options(config),
             )  # fmt: skip
-        else:
-            _, _, pre = _gate_product(cond, weight, dtype)
-            row_kernels.gate_kernel[_grid(rows, width)](
-                y, pre, bias, y if residual is None else residual, out, rows, width, RESIDUAL=residual is not None,
-                **GATE_BLOCK, num_warps=4,
-            )  # fmt: skip
-    return out
+            return out, y.new_empty(0, dtype=dtype)
+        pre = _padded(cond, padded, dtype) @ folded((weight,), None, dtype).mT
+        return row_kernels.gated(y, pre, bias, residual, out_dtype=out_dtype), pre
 
 
 def condition_gate_backward(
-    grad_out: Tensor, y: Tensor, cond: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype
+    grad_out: Tensor,
+    y: Tensor,
+    cond: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    padded: Tensor | None,
+    pre: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Gradients of y, cond, weight and bias."""
     grad_out, y, cond = _flat(grad_out), _flat(y), _flat(cond)
     rows, width = y.shape
     depth = cond.shape[1]
-    grad_y, grad_gate = torch.empty_like(y), torch.empty_like(y, dtype=dtype)
     with triton_support.device_guard(y.device):
         if is_narrow(width, depth):
+            grad_y, grad_gate = torch.empty_like(y), torch.empty_like(y, dtype=dtype)
             grad_cond = torch.empty_like(cond)
             config, constants = _narrow("condition_gate_gradient", y, cond, dtype)
             kernels.condition_gate_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
@@ -134,17 +179,45 @@ def condition_gate_backward(
                 BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip
             sums = Rows(1, 1, rows, width, depth, y.device, dtype)
-            sums.add(by_rows(grad_gate), by_rows(cond.to(dtype)), width, norm=False)
+            source = cond.to(dtype) if padded is None else _flat(padded)
+            sums.add(by_rows(grad_gate), by_rows(source), width, norm=False)
             products, totals = sums.finish()
         else:
-            w, source, pre = _gate_product(cond, weight, dtype)
-            row_kernels.gate_gradient_kernel[_grid(rows, width)](
-                grad_out, y, pre, bias, grad_y, grad_gate, rows, width, **GATE_BLOCK, num_warps=4
-            )
+            grad_y, grad_gate = row_kernels.gated_gradient(grad_out, y, pre, bias)
+            w = folded((weight,), None, dtype)
             grad_cond = (grad_gate @ w)[:, :depth].to(cond.dtype).contiguous()
-            products = (grad_gate.mT @ source)[:, :depth].float()
-            totals = grad_gate.sum(0, dtype=torch.float32).unsqueeze(1)
+            products, totals = _over_rows(grad_gate, _padded(cond, padded, dtype), depth, width)
     return grad_y, grad_cond, products.to(weight.dtype).contiguous(), _column(totals, bias.dtype)
+
+
+def _over_rows(grads: Tensor, source: Tensor, depth: int, summed: int) -> tuple[Tensor, Tensor]:
+    """grads^T source [O, depth] in fp32, and sums over the rows of the first `summed` columns of grads, [summed, 1].
+
+    Where `source` is padded its first column of padding holds ones: the sums are a column of a product of 16-bit rows
+    that is summed and given in fp32.
+    """
+    found = product_over_rows(grads, source)
+    products = found.float()
+    if source.shape[1] > depth and found.dtype != grads.dtype:
+        return products[:, :depth], products[:summed, depth : depth + 1]
+    return products[:, :depth], grads[:, :summed].sum(0, dtype=torch.float32).unsqueeze(1)
+
+
+def _normed(cond: Tensor, normed: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return normalized(cond, dtype, ones=True)[0] if normed is None else _flat(normed)
+
+
+def _padded(cond: Tensor, padded: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[M, D'] in the dtype of products, with ones behind."""
+    if padded is not None:
+        return _flat(padded)
+    rows, depth = cond.shape
+    if depth == round_up(depth):
+        return cond.to(dtype)
+    out = cond.new_zeros((rows, round_up(depth)), dtype=dtype)
+    out[:, :depth] = cond
+    out[:, depth] = 1.0
+    return out
 
 
 def _column(totals: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,27 +243,3 @@ def _narrow(kernel: str, x: Tensor, cond: Tensor, dtype: torch.dtype) -> tuple[d
         "PRECISION": triton_support.float32_precision(),
     }
     return config, constants
-
-
-def _grid(rows: int, width: int) -> tuple[int, int]:
-    return ceil_div(rows, GATE_BLOCK["BLOCK_L"]), ceil_div(width, GATE_BLOCK["BLOCK_C"])
-
-
-def _scales(
-    cond: Tensor, cond_norm_weight: Tensor, gamma_weight: Tensor, beta_weight: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [2 C, D'] with the LayerNorm's scale in them, the normalised conditioning [M, D'], their product.
-
-    The parameters stay as they are: the copies have D' = D filled up to a multiple of 16.
-    """
-    joined = torch.cat((gamma_weight, beta_weight)).float() * cond_norm_weight.float()
-    weights = padded(joined, dtype, columns=round_up(cond.shape[1]))
-    source = normalized(cond, dtype)[0]
-    return weights, source, source @ weights.mT
-
-
-def _gate_product(cond: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight [C, D'] and the conditioning [M, D'], filled up to a multiple of 16, and their product."""
-    columns = round_up(cond.shape[1])
-    w, source = padded(weight, dtype, columns=columns), padded(cond, dtype, columns=columns)
-    return w, source, source @ w.mT

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megafold.evofusion.attention_output.api import gated
 from megafold.evofusion.msa.outer_product import outer_product
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.operator import check_dropped, check_rows, check_tensors, refuse
@@ -124,7 +125,7 @@ def pair_weighted_averaging(
     # One product a head: [N, N] x [N, S E].
     columns = values.unflatten(-1, (heads, -1)).permute(0, 3, 2, 1, 4).flatten(-2)
     averaged = (weights @ columns).unflatten(-1, (depth, -1)).permute(0, 3, 2, 1, 4).flatten(-2)
-    out = F.linear(averaged * gates.sigmoid(), out_weight.to(averaged.dtype))
+    out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
     if dropped is not None:
         out = out * dropped.to(out.dtype)
     return msa + out if residual else out

@@ -50,6 +50,33 @@ def norm_project(
         ValueError: an argument has a wrong shape, dtype or device; it names the argument and what is allowed.
         NotImplementedError: in a backward of the backward (kernels only).
     """
+    return _project(x, norm_weight, norm_bias, weights, biases, head_weight, passes=False)[:2]
+
+
+def norm_project_and_pass(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weights: Sequence[Tensor] = (),
+    biases: Sequence[Tensor | None] | None = None,
+    head_weight: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """`norm_project`, and x for what follows, as its residual: what flows back to that is added in the same kernel.
+
+    Args, raises: as `norm_project`. Returns: as `norm_project`, then x.
+    """
+    return _project(x, norm_weight, norm_bias, weights, biases, head_weight, passes=True)
+
+
+def _project(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None,
+    head_weight: Tensor | None,
+    passes: bool,
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
     width = check_rows(NAME, "x", x)
     weights = list(weights)
     if not weights and head_weight is None:
@@ -70,12 +97,14 @@ def norm_project(
 
     weight = torch.cat(weights) if len(weights) > 1 else weights[0] if weights else None
     bias = _joined(weights, biases)
+    arguments = (x, norm_weight, norm_bias, weight, bias, head_weight, len(weights))
     if uses_kernels(x) and is_narrow(width) and outputs % 16 == 0 and x.numel():
-        *rows, by_head = _forward_op(
-            x, norm_weight, norm_bias, weight, bias, head_weight, len(weights), product_dtype(x)
-        )
-        return rows[: len(weights)], by_head if heads else None
-    return reference.norm_project(x, norm_weight, norm_bias, weight, bias, head_weight, len(weights))
+        if passes:
+            *rows, by_head, x = _Passing.apply(*arguments, product_dtype(x))
+        else:
+            *rows, by_head = _forward_op(*arguments, product_dtype(x))
+        return rows[: len(weights)], by_head if heads else None, x
+    return *reference.norm_project(*arguments), x
 
 
 def _joined(weights: list[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:
@@ -116,19 +145,34 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, *grads):
+def _backward(ctx, *grads, other=None):
     if all(grad is None for grad in grads):
-        return (None,) * 8
+        return (other,) + (None,) * 7
     tensors = ctx.saved_tensors  # once: under checkpointing they cannot be unpacked again
-    given = _backward_op(*grads, *tensors, ctx.count, ctx.dtype)
+    given = _backward_op(*grads, *tensors, other, ctx.count, ctx.dtype)
     return (*(None if t is None else grad for t, grad in zip(tensors, given)), None, None)
+
+
+class _Passing(torch.autograd.Function):
+    """The operator with x as its last output, whose gradient is one of the operator's backward's arguments."""
+
+    @staticmethod
+    def forward(ctx, x, *arguments):
+        output = _forward_op(x, *arguments)
+        _setup_context(ctx, (x, *arguments), output)
+        return (*output, x.view_as(x))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _backward(ctx, *grads[:-1], other=grads[-1])
 
 
 _PARAMETERS = "Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor? weight, Tensor? bias, Tensor? head_weight"
 _OPTIONS = "int count, ScalarType dtype"
 _backward_op = define(
     f"{NAME}_backward",
-    f"({', '.join(f'Tensor? grad{i}' for i in range(5))}, {_PARAMETERS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * 6)})",
+    f"({', '.join(f'Tensor? grad{i}' for i in range(5))}, {_PARAMETERS}, Tensor? other, {_OPTIONS}) "
+    f"-> ({', '.join(['Tensor'] * 6)})",
     _gradients,
     _fake_gradients,
 )

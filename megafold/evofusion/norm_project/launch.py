@@ -60,11 +60,13 @@ def backward(
     weight: Tensor | None,
     bias: Tensor | None,
     head_weight: Tensor | None,
+    other: Tensor | None,
     count: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x and of the parameters; without elements for those that are not there."""
+    """Gradients of x, plus ``other``, and of the parameters; without elements for those that are not there."""
     x, (batch, length, width) = x.contiguous(), _sizes(x)
+    other = None if other is None else other.contiguous()
     outputs = 0 if weight is None else weight.shape[0] // count
     number = 0 if head_weight is None else head_weight.shape[0]
     rows = [x.new_zeros((*x.shape[:-1], outputs), dtype=dtype) if g is None else aligned(g) for g in grads[:count]]
@@ -76,8 +78,9 @@ def backward(
     config = configuration("norm_project_gradient", dtype, x.device)
     grad_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     with triton_support.device_guard(x.device):
-        pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, x, grad_x, normed)
-        constants = _constants(config, width, outputs, count, number) | {"OTHER": False}
+        added = x if other is None else other
+        pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, added, grad_x, normed)
+        constants = _constants(config, width, outputs, count, number) | {"OTHER": other is not None}
         _launch_gradient(pointers, batch, length, config, constants)
         parts = []
         if count:

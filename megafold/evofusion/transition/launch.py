@@ -140,7 +140,7 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
         if norm:
             input_gradient(grads[:size], x_rows[part], norm_weight, w_in, other, grad_rows_x, normed)
         elif other is None:
-            grad_rows_x.copy_(grads[:size] @ w_in)
+            _multiply(grads[:size], w_in, grad_rows_x)
         else:
             torch.add(other, grads[:size] @ w_in, out=grad_rows_x)
         of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size, sums=norm)
@@ -179,13 +179,20 @@ def _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dt
     else:
         pre = source @ w_in.mT
     hidden = _swiglu(pre)
-    result = (hidden @ w_out.mT)[:, :width]
     flat, out = x.view(-1, width), out.view(-1, width)
     if residual:
-        torch.add(flat, result, out=out)
+        torch.add(flat, (hidden @ w_out.mT)[:, :width], out=out)
     else:
-        out.copy_(result)
+        _multiply(hidden, w_out.mT, out)
     return pre
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """The first columns of a @ b, as many as ``out`` has, in its dtype: at once where it has all and that of a."""
+    if out.dtype == a.dtype and out.shape[1] == b.shape[1]:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_((a @ b)[:, : out.shape[1]])
 
 
 def _scaled(weight: Tensor, gamma: Tensor | None) -> Tensor:
@@ -214,9 +221,14 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     )
     grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
     source = _wide_input(x, norm, dtype)
-    halves = [half[:inner, :width] for half in (grad_pre.mT @ source).chunk(2)]
-    sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)])
-    of_in = Part(in_weight, torch.cat(halves).float(), sums)
+    products = grad_pre.mT @ source
+    if products.shape != in_weight.shape:
+        products = torch.cat([half[:inner, :width] for half in products.chunk(2)])
+    sums = products  # read by the gradients of a LayerNorm alone
+    if norm:
+        sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)])
+        products = products.float()
+    of_in = Part(in_weight, products, sums)
     grad = grad_pre @ w_in
     if norm:
         grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)

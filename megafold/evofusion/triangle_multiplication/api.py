@@ -36,6 +36,7 @@ def triangle_multiplication(
     mask: Tensor | None = None,
     dropped: Tensor | None = None,
     residual: bool = True,
+    keep_operands: bool = False,
 ) -> Tensor:
     """AF3 algorithms 12 ("outgoing") and 13 ("incoming") on a residual stream.
 
@@ -51,6 +52,8 @@ def triangle_multiplication(
         mask: [B, N] or [B, N, N] bool, True = keep; a pair is kept where both tokens are.
         dropped: the drawn factor of a row- or column-shared dropout, 0 or 1 / (1 - p): [B, 1, N, C] or [B, N, 1, C].
         residual: add x. Without, the result has the dtype of the products.
+        keep_operands: kernels keep left and right for the backward, [B, 2 C, N, N] in the dtype of products, instead of
+            making them again: for blocks whose backward follows at once.
 
     Returns:
         [B, N, N, C], contiguous.
@@ -89,7 +92,8 @@ def triangle_multiplication(
     parameters = (norm_weight, norm_bias, in_weight, gate_weight, out_norm_weight, out_norm_bias, out_weight)
     outgoing = mix == "outgoing"
     if uses_kernels(x) and is_narrow(width) and x.numel():
-        return _forward_op(x, *parameters, mask, dropped, outgoing, residual, product_dtype(x))[0]
+        keep = keep_operands and torch.is_grad_enabled()
+        return _forward_op(x, *parameters, mask, dropped, outgoing, residual, keep, product_dtype(x))[0]
     return reference.triangle_multiplication(x, *parameters, outgoing, mask, dropped, residual)
 
 
@@ -100,11 +104,12 @@ def _forward(*arguments):
 
 
 def _fake_forward(x, *arguments):
-    residual, dtype = arguments[-2:]
+    residual, keep, dtype = arguments[-3:]
     batch, size, _, width = x.shape
     padded = (size + 15) // 16 * 16
     out = x.new_empty(x.shape, dtype=x.dtype if residual else dtype)
-    return out, x.new_empty((batch, width, padded, padded), dtype=dtype)
+    operands = x.new_empty((batch, 2 * width, padded, padded) if keep else (0,), dtype=dtype)
+    return out, x.new_empty((batch, width, padded, padded), dtype=dtype), operands
 
 
 def _gradients(*arguments):
@@ -118,29 +123,35 @@ def _fake_gradients(grad_out, *arguments):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.outgoing, ctx.residual, ctx.dtype = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.outgoing, ctx.residual, _, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, grad_product):
+def _backward(ctx, grad_out, grad_product, grad_operands):
     if grad_out is None:
-        return (None,) * 13
+        return (None,) * 14
     grads = _backward_op(grad_out, *ctx.saved_tensors, ctx.outgoing, ctx.residual, ctx.dtype)
-    return (*grads, *(None,) * 5)
+    return (*grads, *(None,) * 6)
 
 
 _PARAMETERS = (
     "Tensor x, Tensor norm_weight, Tensor norm_bias, Tensor in_weight, Tensor gate_weight, Tensor out_norm_weight, "
     "Tensor out_norm_bias, Tensor out_weight, Tensor? mask, Tensor? dropped"
 )
-_OPTIONS = "bool outgoing, bool residual, ScalarType dtype"
+_OPTIONS = "bool outgoing, bool residual"
 _backward_op = define(
     f"{NAME}_backward",
-    f"(Tensor grad_out, {_PARAMETERS}, Tensor product, {_OPTIONS}) -> ({', '.join(['Tensor'] * 8)})",
+    f"(Tensor grad_out, {_PARAMETERS}, Tensor product, Tensor operands, {_OPTIONS}, ScalarType dtype) "
+    f"-> ({', '.join(['Tensor'] * 8)})",
     _gradients,
     _fake_gradients,
 )
 _forward_op = define(
-    NAME, f"({_PARAMETERS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward, _backward, _setup_context
+    NAME,
+    f"({_PARAMETERS}, {_OPTIONS}, bool keep, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    _backward,
+    _setup_context,
 )

@@ -210,9 +210,11 @@ def forward(
     dropped: Tensor | None,
     outgoing: bool,
     residual: bool,
+    keep: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The output [B, N, N, C] and the product [B, C, P, P] that the backward needs."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [B, N, N, C], the product [B, C, P, P] that the backward needs, and with ``keep`` the operands that it
+    else makes again [B, 2 C, P, P] (without, no element)."""
     call = Call(x, in_weight, gate_weight, out_weight, mask, dropped, dtype)
     with triton_support.device_guard(x.device):
         operands = call.new(2 * call.width)
@@ -221,9 +223,10 @@ def forward(
         for item, result in zip(operands, product):
             left, right = item.chunk(2)
             torch.bmm(*((left, right.mT) if outgoing else (right.mT, left)), out=result)
-        del operands
+        if not keep:
+            operands = operands.new_empty(0)
         out = call.output(norm_weight, norm_bias, product, out_norm_weight, out_norm_bias, residual)
-    return out, product
+    return out, product, operands
 
 
 def backward(
@@ -239,6 +242,7 @@ def backward(
     mask: Tensor | None,
     dropped: Tensor | None,
     product: Tensor,
+    operands: Tensor,
     outgoing: bool,
     residual: bool,
     dtype: torch.dtype,
@@ -247,14 +251,16 @@ def backward(
     call = Call(x, in_weight, gate_weight, out_weight, mask, dropped, dtype)
     grad_out = grad_out.contiguous()
     with triton_support.device_guard(x.device):
-        # The gradients of the operands take the place of the first C channels, and the operands, made anew, the next
-        # 2 C until the gradients of their gates do.
+        # The gradients of the operands take the place of the first 2 C channels, and the operands, unless they were
+        # kept, the next 2 C until the gradients of their gates do.
         of_norms = norm_weight, norm_bias, product, out_norm_weight, out_norm_bias
         grads, grad_product = call.output_gradient(grad_out, *of_norms)
         of_output = call.of_output_weights(grads, product, out_norm_weight, out_norm_bias)
-        call.project(norm_weight, norm_bias, grads, first=2 * call.width)
-        for item, grad in zip(grads, grad_product):
-            grad_left, grad_right, left, right, _ = item.chunk(5)
+        if not operands.numel():
+            operands = grads[:, 2 * call.width : 4 * call.width]
+            call.project(norm_weight, norm_bias, grads, first=2 * call.width)
+        for item, grad, both in zip(grads, grad_product, operands):
+            (grad_left, grad_right, *_), (left, right) = item.chunk(5), both.chunk(2)
             operand_gradients(grad, left, right, outgoing, out=(grad_left, grad_right))
         del grad_product
         grad_x, of_input = call.input_gradient(grad_out, norm_weight, norm_bias, grads, residual)
