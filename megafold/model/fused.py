@@ -45,8 +45,9 @@ def pair_block(
     The values that the stock block returns beside are None: it stands where no later layer takes them.
     """
     pairs = pairwise_repr
+    of_pairs = None if mask is None else mask.unsqueeze(-1) & mask.unsqueeze(-2)
     for layer, mix in ((self.tri_mult_outgoing, "outgoing"), (self.tri_mult_incoming, "incoming")):
-        pairs = _triangle_update(layer, pairs, mask, mix)
+        pairs = _triangle_update(layer, pairs, of_pairs, mix)
     for layer in (self.tri_attn_starting, self.tri_attn_ending):
         pairs = _triangle_attention(layer, pairs, mask, attend)
     pairs = _transition(self.pairwise_transition, pairs)

@@ -111,7 +111,12 @@ def _joined(weights: list[Tensor], biases: Sequence[Tensor | None] | None) -> Te
     """The biases one after another, zeros where there is none; None where there is none at all."""
     if biases is None or all(bias is None for bias in biases):
         return None
-    return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in zip(weights, biases)])
+    # One tensor of zeros for all behind the last bias: of four projections the first alone has one.
+    last = max(p for p, bias in enumerate(biases) if bias is not None)
+    parts = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in zip(weights, biases[: last + 1])]
+    behind = sum(w.shape[0] for w in weights[last + 1 :])
+    parts += [weights[0].new_zeros(behind)] if behind else []
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _forward(*arguments):
