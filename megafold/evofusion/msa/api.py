@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megafold.evofusion.attention_output.api import gated
 from megafold.evofusion.msa.outer_product import outer_product
+from megafold.evofusion.msa.regroup import regroup
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.operator import check_dropped, check_rows, check_tensors, refuse
 
@@ -123,8 +124,8 @@ def pair_weighted_averaging(
         logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
     weights = logits.softmax(dim=-1).to(values.dtype)
     # One product a head: [N, N] x [N, S E].
-    columns = values.unflatten(-1, (heads, -1)).permute(0, 3, 2, 1, 4).flatten(-2)
-    averaged = (weights @ columns).unflatten(-1, (depth, -1)).permute(0, 3, 2, 1, 4).flatten(-2)
+    columns = regroup(values.unflatten(-1, (heads, -1))).flatten(-2)
+    averaged = regroup((weights @ columns).unflatten(-1, (depth, -1))).flatten(-2)
     out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
     if dropped is not None:
         out = out * dropped.to(out.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megafold.evofusion.msa.regroup import in_chunks
 from megafold.evofusion.operator import define
 
 CHUNK_ELEMENTS = 1 << 25
@@ -35,14 +36,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     """a [S, I, H], b [S, N, H] -> [I * N, H * H]."""
     (_, rows, hidden), columns = a.shape, b.shape[1]
     product = a.flatten(1).mT @ b.flatten(1)
-    return _swapped(product.view(rows, hidden, columns, hidden)).view(rows * columns, hidden * hidden)
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """x [.., p, q, H] -> [.., q, p, H], contiguous, copied 16 bytes at a time where H is whole 16 bytes."""
-    if x.shape[-1] * x.itemsize % 16 == 0:
-        return x.view(torch.complex128).transpose(-3, -2).contiguous().view(x.dtype)
-    return x.transpose(-3, -2).contiguous()
+    return in_chunks(product.view(rows, hidden, columns, hidden), -3, -2).view(rows * columns, hidden * hidden)
 
 
 def _summed_rows(x: Tensor) -> Tensor:
@@ -77,7 +71,7 @@ def _gradients(grad_out: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Ten
             upstream = grad_out[item, part].flatten(0, 1)
             grad_weight += upstream.mT @ _outer(left, b[item])
             rows = part.stop - part.start
-            grad = _swapped((upstream @ w).view(rows, size, hidden, hidden)).view(rows * hidden, -1)
+            grad = in_chunks((upstream @ w).view(rows, size, hidden, hidden), -3, -2).view(rows * hidden, -1)
             grad_a[item, :, part] = (right @ grad.mT).view(depth, rows, hidden)
             grad_b[item] += left.flatten(1) @ grad
     grad_bias = a.new_empty(0) if bias is None else _summed_rows(grad_out.flatten(0, 2)).to(bias.dtype)
