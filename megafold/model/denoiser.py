@@ -7,13 +7,14 @@ has B elements, the rest b.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from alphafold3_pytorch.attention import full_pairwise_repr_to_windowed
 from torch import Tensor
 
-from megafold.model.recompute import recomputed
+from megafold.model.recompute import recomputed, with_residual
 from megafold.model.repeated import Repeated, materialize, on_once, plus, scaled
 from megafold.model.tokens import to_atoms, token_of_atom
 from megafold.model.windows import in_windows, with_previous
@@ -170,7 +171,7 @@ def _condition_single(conditioner: Module, noise: Tensor, singles: Repeated) -> 
     fourier = conditioner.fourier_to_single(conditioner.norm_fourier(fourier)).unsqueeze(1)
     single = plus(Repeated(fourier, singles.copies) if one_level else fourier, singles)
     for transition in conditioner.transitions:
-        single = plus(on_once(transition, single), single)
+        single = on_once(partial(with_residual, transition), single)
     return single
 
 

@@ -54,9 +54,9 @@ def pair_block(
     return (pairs, (None, None)) if return_values else pairs
 
 
-def normed_transition(self: Module, x: Tensor) -> Tensor:
-    """``PreLayerNorm.forward`` around a ``Transition`` (AF3 algorithm 11): [..., d] -> [..., d], no residual."""
-    return transition(x, self.norm.weight, self.norm.bias, *_transition_weights(self.fn), residual=False)
+def normed_transition(self: Module, x: Tensor, *, residual: bool = False) -> Tensor:
+    """``PreLayerNorm.forward`` around a ``Transition`` (AF3 algorithm 11): [..., d] -> [..., d], x added if asked."""
+    return transition(x, self.norm.weight, self.norm.bias, *_transition_weights(self.fn), residual=residual)
 
 
 def plain_transition(self: Module, x: Tensor) -> Tensor:
@@ -174,10 +174,11 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
                 missed.extend([(f"{path}.{name}", f"evofusion: {problem}")] if problem else [])
             attends = way(module.tri_attn_starting.fn.attn)
             yield path, "forward", partial(_pair_block, attends), "pair block (evofusion)"
+        is_transition = _is(module, stock.PreLayerNorm) and _is(module.fn, stock.Transition)
         for cls, (function, kind) in _FUSED.items():
-            if _is(module, cls) and (cls is not stock.PreLayerNorm or _is(module.fn, stock.Transition)):
+            if _is(module, cls) and (cls is not stock.PreLayerNorm or is_transition):
                 yield path, "forward", function, f"{kind} (evofusion)"
-        if _is(module, stock.ConditionWrapper):
+        if is_transition or _is(module, stock.ConditionWrapper):
             yield path, recompute.ADDS, True, "residual (evofusion)"
         if _is(module, stock.DiffusionTransformer):
             yield path, recompute.PREPARES, prepared, "conditioning of all layers (evofusion)"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 RECOMPUTES = "_megafold_recomputes"
-ADDS = "_megafold_adds"  # a conditioned layer that adds its output to a residual itself
+ADDS = "_megafold_adds"  # a layer that adds its output to a residual itself
 PREPARES = "_megafold_prepares"  # what a stack makes of its conditioning once, for all layers
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
@@ -140,6 +140,11 @@ def _added(layer: Module, x: Tensor, single: Any, **options: Any) -> Any:
     return (x + out[0], *out[1:]) if isinstance(out, tuple) else out + x
 
 
+def with_residual(transition: Module, x: Tensor) -> Tensor:
+    """``transition(x) + x`` for a transition behind its LayerNorm."""
+    return transition(x, residual=True) if getattr(transition, ADDS, False) else transition(x) + x
+
+
 def pairformer_blocks(
     self: Module, *, single_repr: Tensor, pairwise_repr: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -177,7 +182,7 @@ def _pairformer_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | 
     pair_block, attention, transition = layer
     pairs = pair_block(pairs, mask=mask)
     single = single + attention(single, pairwise_repr=pairs, mask=mask)
-    return transition(single) + single, pairs
+    return with_residual(transition, single), pairs
 
 
 def msa_blocks(
@@ -193,7 +198,7 @@ def _msa_block(
     outer_product, averaging, transition, pair_block = layer
     pairs = outer_product(msa, mask=mask, msa_mask=msa_mask) + pairs
     msa = averaging(msa=msa, pairwise_repr=pairs, mask=mask) + msa
-    msa = transition(msa) + msa
+    msa = with_residual(transition, msa)
     return pair_block(pairwise_repr=pairs, mask=mask), msa
 
 
