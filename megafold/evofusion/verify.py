@@ -18,16 +18,17 @@ CASES: dict[str, Callable[[Draw], Case]] = {
         draw, 97, masked=True, shared="row"
     ),
     "triangle multiplication incoming": lambda draw: cases.triangle_multiplication_case(
-        draw, 40, batch=2, mix="incoming", shared="col"
+        draw, 40, batch=2, mix="incoming", keep_operands=True, shared="col"
     ),
     "transition": lambda draw: cases.transition_case(draw, (97, 41)),
     "transition of width 801": lambda draw: cases.transition_case(draw, (201,), 801, 1602),
-    "projections": lambda draw: cases.norm_project_case(draw, (2, 33, 41)),
+    "projections": lambda draw: cases.norm_project_case(draw, (2, 33, 41), passes=True),
     "attention output": lambda draw: cases.attention_output_case(draw, (2, 33, 41), shared="row"),
     "conditioned transition": lambda draw: cases.conditioned_transition_case(draw, (3, 203)),
     "conditioned transition, conditioning of 801": lambda draw: cases.conditioned_transition_case(
         draw, (2, 101), 768, 801
     ),
+    "gate of wide rows": lambda draw: cases.gated_case(draw, (3, 203), 1024),
     "windowed attention": lambda draw: cases.windowed_attention_case(draw, 200, batch=3, masked=True),
     "outer product mean": lambda draw: cases.outer_product_mean_case(draw, 33, 41, masked=True),
     "pair-weighted averaging": lambda draw: cases.pair_weighted_averaging_case(draw, 33, 41),
