@@ -180,7 +180,9 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
                 yield path, "forward", function, f"{kind} (evofusion)"
         if is_transition or _is(module, stock.ConditionWrapper):
             yield path, recompute.ADDS, True, "residual (evofusion)"
-        if _is(module, stock.DiffusionTransformer):
+        if _is(module, stock.DiffusionTransformer) and all(
+            _is(part, stock.ConditionWrapper) for part in module.modules() if isinstance(part, stock.ConditionWrapper)
+        ):
             yield path, recompute.PREPARES, prepared, "conditioning of all layers (evofusion)"
 
 
