@@ -28,7 +28,8 @@ def rotated(points: Tensor, rotation: Tensor) -> Tensor:
 def augmented(module: CentreRandomAugmentation, points: Tensor, mask: Tensor | None = None) -> Tensor:
     """``CentreRandomAugmentation.forward`` (AF3 algorithm 19) and its random numbers: points [B, M, 3], mask [B, M].
 
-    Computed in fp64, as what is wrong with a rotation is wrong with all points.
+    Computed in fp64, as what is wrong with a rotation is wrong with all points. A module whose rotations somebody else
+    draws (`megafold.evopipe.augment.seeded_augmentation`) keeps them.
     """
     dtype, points = points.dtype, points.double()
     if mask is None:
@@ -36,7 +37,11 @@ def augmented(module: CentreRandomAugmentation, points: Tensor, mask: Tensor | N
     else:
         points = points.masked_fill(~mask.unsqueeze(-1), 0.0)
         centre = points.sum(dim=1, keepdim=True) / mask.sum(dim=1).clamp(min=1)[:, None, None]
-    rotation = _turned(torch.rand((len(points), 3), device=module.device).double() * (2 * torch.pi))
+    drawn = vars(module).get("_random_rotation_matrix")
+    if drawn is None:
+        rotation = _turned(torch.rand((len(points), 3), device=module.device).double() * (2 * torch.pi))
+    else:
+        rotation = drawn(len(points)).double()
     translation = module._random_translation_vector(len(points))
     return (rotated(points - centre, rotation) + translation.unsqueeze(1)).to(dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -30,6 +32,17 @@ def test_augmentation_is_rounded_once():
         torch.manual_seed(4)
         found.append(augmented(module, given))
     assert torch.equal(found[0], found[1].float())
+
+
+def test_augmentation_takes_the_motions_of_a_seeded_one():
+    from alphafold3_pytorch.alphafold3 import CentreRandomAugmentation
+
+    from megafold.evopipe.augment import seeded_augmentation
+
+    model, points = SimpleNamespace(augmenter=CentreRandomAugmentation()), _points().float()
+    with seeded_augmentation(model, "1abc", epoch=0, seed=0):
+        expected = model.augmenter(points)
+        torch.testing.assert_close(augmented(model.augmenter, points), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
