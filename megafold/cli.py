@@ -85,6 +85,21 @@ def cache_measure(
     typer.echo(measure_layout(path, crop_size=crop_size, msa_depth=msa_depth))
 
 
+@cache.command("measure-examples")
+def cache_measure_examples(
+    path: Path,
+    crop_size: Annotated[int, typer.Option(min=1, help="tokens of a crop")] = 384,
+    msa_depth: Annotated[int, typer.Option(min=1, help="alignment rows of a crop")] = 1024,
+    templates: Annotated[int, typer.Option(min=0, help="give every entry so many, of its own coordinates")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="times that each example is made; the least counts")] = 80,
+) -> None:
+    """Measure processor time of the examples of a cache, beside reading and inflating the same blocks alone."""
+    from megafold.evopipe.measure_examples import measure_examples
+
+    options = {"crop_size": crop_size, "msa_depth": msa_depth, "templates": templates, "repeats": repeats}
+    typer.echo(measure_examples(path, **options))
+
+
 @cache.command("simulate")
 def cache_simulate(
     folder: Annotated[Path, typer.Argument(help="folder for the generated caches")],

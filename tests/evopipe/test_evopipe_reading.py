@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafold.evopipe import augment, cache, codec, crop, layout, measure, shortcuts
+from megafold.evopipe import augment, cache, codec, crop, layout, measure, measure_examples, shortcuts
 from megafold.evopipe.loader import CachedStructures
 from megafold.evopipe.merge import merge
 from megafold.evopipe.shards import Shard, folder_of
@@ -48,6 +48,23 @@ def test_a_measured_example_reads_what_the_first_one_of_a_reader_does(deep_cache
     read.clear()
     measure.read_cached_example(data, name)
     assert read == first
+
+
+@pytest.mark.parametrize("templates", [0, 2])
+def test_examples_are_measured_with_and_without_templates(deep_cache, monkeypatch, templates):
+    """Real times, so what is checked is that an example takes longer than its bare read, and which cache is read."""
+    read, own = [], measure_examples._table
+    monkeypatch.setattr(measure_examples, "_table", lambda path, *given: read.append(_masks(path)) or own(path, *given))
+    table = measure_examples.measure_examples(deep_cache, crop_size=64, msa_depth=16, templates=templates, repeats=2)
+    rows = [line.split("|")[1:-1] for line in table.splitlines()[2:]]
+    assert len(rows) == measure_examples.EPOCHS
+    assert all(float(whole) > max(float(bare), float(library)) for *_, whole, bare, _, library, _ in rows)
+    assert read[0] == ([True] * 2 if templates else _masks(deep_cache))
+
+
+def _masks(path):
+    with cache.StructureCache(path) as reader:
+        return reader.read(reader.names[0]).arrays["template_mask"].tolist()
 
 
 def test_an_example_reads_and_inflates_each_of_its_blocks_once(deep_cache, monkeypatch):
