@@ -183,8 +183,9 @@ def _with_token_pairs(self: Module, atompairs: Tensor, pairs: Tensor, lengths: T
     windows = in_windows(token_of_atom(lengths, atoms)[0], size)
     index = windows.unsqueeze(-1) * tokens + with_previous(windows).unsqueeze(-2)
     of_tokens = self.pairwise_repr_to_atompair_feat_cond(pairs).flatten(1, 2)
-    of_tokens = of_tokens.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, of_tokens.shape[-1]))
-    return of_tokens.unflatten(1, index.shape[1:]) + atompairs
+    first = torch.arange(len(index), device=index.device) * of_tokens.shape[1]
+    # Indexed, not gathered: the gradient is summed in a fixed order (that of a gather is summed with atomics).
+    return of_tokens.flatten(0, 1)[index + first.view(-1, 1, 1, 1)] + atompairs
 
 
 def _condition_atompairs(self: Module, atoms: Tensor, atompairs: Tensor, copies: int) -> Tensor:
