@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from megafold import triton_support
 from megafold.evofusion import portability
-from megafold.testing import SHARED_MEMORY_CAP, OfflineKernel
+from megafold.evofusion.attention_output import kernels, launch
+from megafold.evofusion.launch import configuration
+from megafold.testing import SHARED_MEMORY_CAP, OfflineKernel, compile_offline
 
 CASES = list(portability.cases(full=os.environ.get("MEGAFOLD_GATE") == "full"))
 
@@ -23,6 +26,26 @@ CASES = list(portability.cases(full=os.environ.get("MEGAFOLD_GATE") == "full"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shipped_configuration_compiles_and_fits(case):
     assert not portability.problems(case, case.compile(), SHARED_MEMORY_CAP[case.arch])
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["attention_output", "attention_output_gradient"])
+def test_attention_output_of_fp32_rows_fits_with_products_in_16_bit(name, monkeypatch):
+    """Autocast before an attention that stayed in fp32; the tables' configurations are for rows of 16 bit."""
+    monkeypatch.setattr(triton_support, "architecture", lambda index: "sm_90")
+    monkeypatch.setattr(triton_support, "multiprocessors", lambda device: 132)
+    rows, weight = torch.empty(1, 40, 40, 128, device="meta"), torch.empty(128, 128, device="meta")
+    _, constants = launch._constants(name, rows, rows, weight, rows[:, :1], torch.bfloat16)
+    config = configuration(name, torch.promote_types(rows.dtype, torch.bfloat16), rows.device)
+    kernel = kernels.gradient_kernel if name.endswith("gradient") else kernels.output_kernel
+    constants |= {"RESIDUAL": True, "COPY": True}
+    constants = {key: constants[key] for key in kernel.arg_names if key in constants}
+    pointers = {argument: "*fp32:16" for argument in portability.KERNELS[name].pointers}
+    signature = pointers | {"w": "*bf16:16", "gated": "*bf16:16", "scaled": "*bf16:16"}
+    signature = {argument: signature.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
+    compiled = compile_offline(kernel, signature, constants, "sm_90", portability.options(config))
+    assert compiled.shared_bytes <= SHARED_MEMORY_CAP["sm_90"]
+    assert not compiled.spill_bytes
 
 
 def test_gate_refuses_what_is_not_fit():

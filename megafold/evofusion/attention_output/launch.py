@@ -90,8 +90,13 @@ def _sizes(attended: Tensor) -> tuple[int, int]:
 def _constants(
     kernel: str, attended: Tensor, gate: Tensor | None, weight: Tensor, dropped: Tensor | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], dict[str, object]]:
-    """Groups, rows in a group, tiles of rows and programs; and the compile-time arguments."""
-    config = configuration(kernel, dtype, attended.device)
+    """Groups, rows in a group, tiles of rows and programs; and the compile-time arguments.
+
+    The configuration is that of the widest numbers loaded: tiles of fp32 under autocast, with products in 16 bit, take
+    twice the shared memory.
+    """
+    widest = max((dtype, attended.dtype, attended.dtype if gate is None else gate.dtype), key=lambda d: d.itemsize)
+    config = configuration(kernel, widest, attended.device)
     width, inner = weight.shape
     groups, length = _sizes(attended)
     tiles = attended.numel() // (groups * length * inner) * groups * ceil_div(length, config["block_l"])
