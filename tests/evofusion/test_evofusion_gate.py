@@ -40,7 +40,7 @@ def test_attention_output_of_fp32_rows_fits_with_products_in_16_bit(name, monkey
     kernel = kernels.gradient_kernel if name.endswith("gradient") else kernels.output_kernel
     constants |= {"RESIDUAL": True, "COPY": True}
     constants = {key: constants[key] for key in kernel.arg_names if key in constants}
-    pointers = {argument: "*fp32:16" for argument in portability.KERNELS[name].pointers}
+    pointers = dict.fromkeys(portability.KERNELS[name].pointers, "*fp32:16")
     signature = pointers | {"w": "*bf16:16", "gated": "*bf16:16", "scaled": "*bf16:16"}
     signature = {argument: signature.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
     compiled = compile_offline(kernel, signature, constants, "sm_90", portability.options(config))
