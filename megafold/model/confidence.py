@@ -6,7 +6,7 @@ chunk in the forward and summed up, where the stock model keeps 48 pair represen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,7 +144,7 @@ class _Accumulated(torch.autograd.Function):
                 loss = sum(terms)
             if wants:
                 found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                gradients = [_plus(sum_, part) for sum_, part in zip(gradients, found)]
+                gradients = _sums(gradients, found)
             detached = [loss.detach(), *(term.detach() for term in terms)]
             totals = [a + b for a, b in zip(totals, detached)] if totals else detached
         ctx.gradients = gradients
@@ -157,10 +157,12 @@ class _Accumulated(torch.autograd.Function):
         return None, *(None if found is None else found * gradient for found in ctx.gradients)
 
 
-def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    if total is None or part is None:
-        return part if total is None else total
-    return total.add_(part)
+def _sums(totals: list[Tensor | None], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """``totals``, to which ``parts`` are added in place, all in one launch."""
+    both = [(total, part) for total, part in zip(totals, parts) if total is not None and part is not None]
+    if both:
+        torch._foreach_add_(*(list(side) for side in zip(*both)))
+    return [part if total is None else total for total, part in zip(totals, parts)]
 
 
 @contextmanager
