@@ -25,6 +25,7 @@ class Buffers:
         inputs: what the blocks read. The first ``carried`` hold what one block hands to the next.
         outputs: what the blocks write; the carried inputs themselves where blocks ``chains``.
         structure: of the output, for pytrees.
+        fails: a graph of it could not be recorded.
         gives: dtypes of the output, None where its shapes are not those of the carried inputs.
     """
 
@@ -41,6 +42,7 @@ class Buffers:
         self.outputs: list[Tensor] = []
         self.wants: list[bool] = []
         self.chains = False
+        self.fails = False
         self.structure: Any = None
         self.gives: list[torch.dtype] | None = None
         # Gradients of the outputs (where blocks chain also those of the carried inputs), of the inputs, and of the
@@ -161,6 +163,7 @@ class Cell:
         self._forward: Callable[[], None] | None = None
         # By which outputs have a gradient: nothing flows back to what no loss depends on.
         self._backward: dict[tuple[bool, ...], tuple[Callable[[], None], _Reached]] = {}
+        self._both: tuple[Callable[[], None], _Reached] | None = None
 
     def _now(self) -> list[tuple[int, bool]]:
         return [
@@ -204,12 +207,35 @@ class Cell:
         replay, reached = self._backward[comes]
         recorder.seek(position)
         replay()
+        return shape.reach(reached.inputs), self._of_parameters(reached)
+
+    def both(self) -> list[Tensor | None]:
+        """From the input buffers to the output buffers; returns the gradients of the parameters of the first output.
+
+        Raises:
+            RuntimeError: it cannot be recorded.
+        """
+        shape, recorder = self._shape, self._shape.recorder
+        comes = (True, *(False for _ in shape.outputs[1:]))
+        shape.fill_gradients([torch.ones_like(shape.outputs[0]), *(None for _ in shape.outputs[1:])])
+        if self._both is None:
+            reached, position = _Reached(), recorder.position()
+            self._compute_gradients(comes, reached, writes=False)
+            recorder.seek(position)
+            compute = partial(self._compute_gradients, comes, reached, writes=True, gives=True)
+            self._both = recorder.record(compute, shape.pool), reached
+            recorder.seek(position)
+        replay, reached = self._both
+        replay()
+        return self._of_parameters(reached)
+
+    def _of_parameters(self, reached: _Reached) -> list[Tensor | None]:
         results: list[Tensor | None] = [None] * len(self.parameters)
         if reached.parameters:  # they outlive the next block's, so they are copied, all at once
             of_parameters = self._cut(self._flat().clone(), reached.parameters)
             for index, gradient in zip(reached.parameters, of_parameters):
                 results[index] = gradient
-        return shape.reach(reached.inputs), results
+        return results
 
     def compute(self) -> Any:
         """What the block makes of the input buffers."""
@@ -223,20 +249,26 @@ class Cell:
         for buffer, output in zip(self._shape.outputs, tree_flatten(self.compute())[0]):
             buffer.copy_(output)
 
-    def _compute_gradients(self, comes: Sequence[bool], reached: _Reached, writes: bool) -> None:
+    def _compute_gradients(self, comes: Sequence[bool], reached: _Reached, writes: bool, gives: bool = False) -> None:
+        """Gradients, written to their buffers if ``writes``, and the outputs too if ``gives``."""
         shape = self._shape
         inputs = [t.detach().requires_grad_(w) for t, w in zip(shape.inputs, shape.wants)]
         # Leaves of this recording: the parameters' own belong to the stream of the step, which must not be waited
         # for in a capture.
         weights = [weight.requires_grad_() for weight in self._narrowed()]
-        with torch.enable_grad(), self._in_place(weights):
-            outputs = tree_flatten(shape.call(self._layer, inputs))[0]
         sources = [t for t in inputs if t.requires_grad] + weights
-        pairs = [(o, g) for o, g, c in zip(outputs, shape.of_outputs, comes) if c and o.requires_grad]
-        if not pairs:
-            return
-        outputs, given = zip(*pairs)
-        found = torch.autograd.grad(outputs, sources, given, allow_unused=True)
+        # Around the backward too: what a block itself checkpoints is computed again there.
+        with self._in_place(weights):
+            with torch.enable_grad():
+                outputs = tree_flatten(shape.call(self._layer, inputs))[0]
+            if gives:
+                for buffer, output in zip(shape.outputs, outputs):
+                    buffer.copy_(output.detach())
+            pairs = [(o, g) for o, g, c in zip(outputs, shape.of_outputs, comes) if c and o.requires_grad]
+            if not pairs:
+                return
+            outputs, given = zip(*pairs)
+            found = torch.autograd.grad(outputs, sources, given, allow_unused=True)
         wanted = iter(found)
         of_inputs = [next(wanted) if want else None for want in shape.wants]
         of_parameters = list(wanted)

@@ -7,7 +7,8 @@ chunk in the forward and summed up, where the stock model keeps 48 pair represen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megafold.model.tokens import to_atoms
 
 if TYPE_CHECKING:
     from alphafold3_pytorch import Alphafold3
-    from alphafold3_pytorch.alphafold3 import ConfidenceHead
+    from alphafold3_pytorch.alphafold3 import ConfidenceHead, PairformerStack
 
 # Token pairs of one chunk of rollouts: one rollout from N = 362 on, and more of shorter ones to fill the device.
 CHUNK_PAIRS = 1 << 18
@@ -74,20 +75,63 @@ def confidence_loss(
     per_pair, per_atom = (1.0 / count.clamp(min=1e-5) for count in (pairs_counted, atoms_counted))
     size = max(1, CHUNK_PAIRS // structures[0].mask.shape[1] ** 2)
 
-    def chunks() -> Iterator[Callable[[], tuple[Tensor, ...]]]:
+    def chunks() -> Iterator[tuple[Any, ...]]:
         for index, (structure, given) in enumerate(zip(structures, inputs)):
             seen = None if resolved is None else resolved[index : index + 1]
             span = slice(index * rollouts, (index + 1) * rollouts)
+            scales = tuple(weights[index] * scale for scale in (per_pair, per_pair, per_atom, per_atom))
             for some_pred, some_true in zip(pred[span].split(size), true[span].split(size)):
-                yield lambda p=some_pred, t=some_true, s=structure, g=given, r=seen, w=weights[index]: tuple(
-                    w * scale * loss
-                    for scale, loss in zip((per_pair, per_pair, per_atom, per_atom), _losses(model, s, g, p, t, r))
-                )
+                yield structure, given, some_pred, some_true, seen, scales
 
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    with _keeping_activations(head, size * structures[0].mask.shape[1] ** 2):
-        total, *terms = _Accumulated.apply(chunks, *parameters)
+    run = partial(_run, _Chunk(model), parameters, size * structures[0].mask.shape[1] ** 2)
+    total, *terms = _Accumulated.apply(run, chunks, *parameters)
     return total, Terms(*terms)
+
+
+class _Chunk(NamedTuple):
+    """The head's loss for some rollouts of one structure, as a block of one layer, the head."""
+
+    model: Alphafold3
+
+    def loss(
+        self,
+        layer: Sequence[Any],
+        structure: Structure,
+        given: Inputs,
+        pred: Tensor,
+        true: Tensor,
+        resolved: Tensor | None,
+        scales: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """The scaled sum of the four losses and each of them."""
+        losses = _losses(self.model, structure, given, pred, true, resolved)
+        terms = [scale * loss for scale, loss in zip(scales, losses)]
+        return sum(terms), *terms
+
+
+def _run(
+    chunk: _Chunk, parameters: Sequence[Tensor], pairs: int, args: Sequence[Any], wants: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Loss and terms of a chunk of ``pairs`` token pairs and, if it ``wants`` them, the gradients of its loss.
+
+    Without checkpoints if the activations are few enough to be kept. As one graph then where the head has graphs; else
+    its blocks are graphs: the host needs longer to launch a block than the device to compute it once more.
+    """
+    head = chunk.model.confidence_head
+    stack = head.pairformer_stack
+    elements = pairs * head.dist_bin_pairwise_embed.embedding_dim * len(stack.layers) * stack.recurrent_depth
+    graphs = getattr(stack, GRAPHS, None)
+    keeps, replays = elements <= KEPT_ELEMENTS, graphs is not None and graphs.runs(args)
+    if wants and keeps and replays:
+        with _without_checkpoints(stack):
+            found = graphs.run_with_gradients(chunk.loss, [head], *args)
+        if found is not None:
+            return found
+    with _without_checkpoints(stack) if keeps and not replays else nullcontext():
+        with torch.set_grad_enabled(wants):
+            results = chunk.loss([head], *args)
+        return results, torch.autograd.grad(results[0], parameters, allow_unused=True) if wants else []
 
 
 def _losses(
@@ -134,18 +178,16 @@ class _Accumulated(torch.autograd.Function):
     """Sums of what each chunk gives; the gradient of the first sum is ready when the forward ends."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: Callable[[], Iterator[Callable[[], tuple[Tensor, ...]]]], *parameters: Tensor) -> Any:
-        wants = any(ctx.needs_input_grad[1:])
+    def forward(
+        ctx: Any, run: Callable[..., Any], chunks: Callable[[], Iterator[tuple[Any, ...]]], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        wants = any(ctx.needs_input_grad[2:])
         gradients: list[Tensor | None] = [None] * len(parameters)
         totals: list[Tensor] = []
-        for run in chunks():
-            with torch.set_grad_enabled(wants):
-                terms = run()
-                loss = sum(terms)
-            if wants:
-                found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                gradients = _sums(gradients, found)
-            detached = [loss.detach(), *(term.detach() for term in terms)]
+        for args in chunks():
+            results, found = run(args, wants)
+            gradients = _sums(gradients, found)
+            detached = [result.detach() for result in results]
             totals = [a + b for a, b in zip(totals, detached)] if totals else detached
         ctx.gradients = gradients
         ctx.mark_non_differentiable(*totals[1:])
@@ -154,7 +196,9 @@ class _Accumulated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(None if found is None else found * gradient for found in ctx.gradients)
+        found = [part for part in ctx.gradients if part is not None]
+        scaled = iter(torch._foreach_mul(found, gradient) if found else ())
+        return None, None, *(None if part is None else next(scaled) for part in ctx.gradients)
 
 
 def _sums(totals: list[Tensor | None], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -166,19 +210,8 @@ def _sums(totals: list[Tensor | None], parts: Sequence[Tensor | None]) -> list[T
 
 
 @contextmanager
-def _keeping_activations(head: ConfidenceHead, pairs: int) -> Iterator[None]:
-    """The head's blocks without checkpoints, if the activations of ``pairs`` token pairs are few enough to be kept.
-
-    Blocks that are graphs stay so: the host needs longer to launch a block than the device to compute it once more.
-    """
-    stack = head.pairformer_stack
-    graphs = getattr(stack, GRAPHS, None)
-    if graphs is not None and graphs.runs(next(stack.parameters())):
-        yield
-        return
-    elements = pairs * head.dist_bin_pairwise_embed.embedding_dim * len(stack.layers) * stack.recurrent_depth
-    before = stack.checkpoint
-    stack.checkpoint = before and elements > KEPT_ELEMENTS
+def _without_checkpoints(stack: PairformerStack) -> Iterator[None]:
+    before, stack.checkpoint = stack.checkpoint, False
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
+from loguru import logger
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Module
@@ -184,6 +185,28 @@ class BlockGraphs:
                 carried = self.run(block, layer, *carried, *context)
             return tuple(carried)
         return tuple(_replayed(shape, layers, tensors))
+
+    def run_with_gradients(
+        self, block: Callable[..., Sequence[Tensor]], layer: Layer, *args: Any
+    ) -> tuple[list[Tensor], list[Tensor | None]] | None:
+        """``block(layer, *args)`` and the gradients of its first result for the parameters, in one graph.
+
+        Nothing is computed twice, so what the backward needs is in the pool. The tensors in ``args`` get no gradients.
+        None, and nothing done, where it is not recorded.
+        """
+        shape, tensors = self._shape(block, layer, args, 0)
+        if shape is None or shape.fails:
+            return None
+        shape.fill(tensors)
+        try:
+            found = shape.cell(layer).both()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operator that waits for the device, for instance
+            logger.warning(f"{block.__qualname__} runs block by block: it could not be recorded: {error}")
+            shape.fails = True
+            return None
+        return [output.clone() for output in shape.outputs], found
 
     def _shape(
         self, block: Callable[..., Any], layer: Layer, args: Sequence[Any], carried: int

@@ -199,18 +199,32 @@ def test_another_length_seen_once_is_not_recorded(module, monkeypatch):
         assert graphs.shapes == shapes
 
 
-def test_rollout_and_confidence_head_are_the_same_as_graphs(make_model, make_batch, step):
-    from megafold.model import replacements
+class _Refusing(Emulated):
+    """Loss and gradients in one cannot be recorded, as where an operator of the loss waits for the device."""
+
+    def record(self, compute, pool):
+        if getattr(compute, "keywords", {}).get("gives"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(compute, pool)
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks", "refused"])
+def test_rollout_and_confidence_head_are_the_same_as_graphs(way, make_model, make_batch, step, monkeypatch):
+    from megafold.model import confidence, replacements
     from megafold.model.optimize import optimize
 
     model = make_model(**CHECKPOINTED, **DEEP, checkpoint_confidence_head=True)
     batch = make_batch(9, confidence=True)
     optimize(model, Plan(graphs=False))
     expected = step(model, batch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replacements, "MORE_GRAPHS", True)
-        patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
-        assert optimize(model, Plan()).replaced["graphs"] == 5
+    # Four rollouts: chunks of three and one.
+    monkeypatch.setattr(confidence, "CHUNK_PAIRS", 3 * 81)
+    if way == "blocks":
+        monkeypatch.setattr(confidence, "KEPT_ELEMENTS", 0)
+    recorder = _Refusing() if way == "refused" else Emulated()
+    monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
+    monkeypatch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(recorder))
+    assert optimize(model, Plan()).replaced["graphs"] == 5
     for _ in range(2):
         found = step(model, batch)
         torch.testing.assert_close(found[0], expected[0])
@@ -218,7 +232,9 @@ def test_rollout_and_confidence_head_are_the_same_as_graphs(make_model, make_bat
         for name, gradient in found[1].items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
     kinds = [key[0] for key in model.pairformer._megafold_graphs._shapes]
-    assert (kinds.count("_transformer_block"), kinds.count("_pairformer_block")) == (2, 2)
+    assert kinds.count("_transformer_block") == 2
+    chunks = {"whole": (1, 2), "blocks": (3, 0), "refused": (3, 2)}[way]
+    assert (kinds.count("_pairformer_block"), kinds.count("_Chunk.loss")) == chunks
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
@@ -295,15 +311,17 @@ def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch,
 
     monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
 
-    model, batch = make_model(**CHECKPOINTED, **DEEP).cuda(), {k: v.cuda() for k, v in make_batch(33).items()}
+    model = make_model(**CHECKPOINTED, **DEEP, checkpoint_confidence_head=True).cuda()
+    batch = {k: v.cuda() for k, v in make_batch(33, confidence=True).items()}
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
     optimize(model, Plan(graphs=False))
     expected = step(model, batch)
-    assert optimize(model, Plan()).replaced["graphs"] == 4
+    assert optimize(model, Plan()).replaced["graphs"] == 5
     for _ in range(3):
         found = step(model, batch)
+        assert all(not shape.fails for shape in model.pairformer._megafold_graphs._shapes.values())
         torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
         for name, gradient in found[1].items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-4, msg=name)
