@@ -49,6 +49,7 @@ class Attention:
         mask: from our mask and the dtype to the contender's.
         wide_bias: the bias is [B, 1, H, N, N].
         needs_mask: it takes no None; it is given a mask that keeps everything.
+        narrow_bias: it takes a bias in the dtype of q alone; an fp32 bias is converted as part of its time.
         note: what a reader of its times has to know.
     """
 
@@ -57,7 +58,12 @@ class Attention:
     mask: Callable[[Tensor, torch.dtype], Tensor] = _keep
     wide_bias: bool = False
     needs_mask: bool = False
+    narrow_bias: bool = False
     note: str = ""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Any) -> Tensor:
+        """The output, in the contender's layout."""
+        return self.call(q, k, v, bias.to(q.dtype) if self.narrow_bias else bias, mask)
 
 
 def find_attention(name: str, device: str, n_tokens: int) -> Attention:
@@ -82,7 +88,7 @@ def _sdpa(device: str, n_tokens: int) -> Attention:
         )
         return out.view(q.shape)
 
-    return Attention(call)
+    return Attention(call, narrow_bias=True)
 
 
 def _compile(device: str, n_tokens: int) -> Attention:
@@ -126,6 +132,7 @@ def _openfold3(device: str, n_tokens: int) -> Attention:
 
 def _protenix(device: str, n_tokens: int) -> Attention:
     need_gpu("protenix", device)
+    # Its backward reads d(out) as if it were contiguous in its own layout, which in its model it is.
     attention = need_module("protenix.model.tri_attention.op").TriAttention()
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from megafold.evoflash3d.reference import eager_attention
 SHAPE = {"n_tokens": 12, "batch_size": 1, "rows": 0, "heads": 2, "head_dim": 8, "width": 128}
 
 
-def context(provider: str, dtype: str = "fp32", **shape: int) -> Context:
+def context(provider: str, dtype: str = "fp32", workload: str = "triangle_attention", **shape: int) -> Context:
     sizes = tuple({**SHAPE, **shape}.items())
-    setting = Setting("kernels", "kernel", "triangle_attention", "", "synthetic", "", dtype, sizes)
+    setting = Setting("kernels", "kernel", workload, "", "synthetic", "", dtype, sizes)
     return Context(Point(setting, Contender(provider, provider)), None, "cpu")
 
 
@@ -95,6 +95,37 @@ def keep_wide(q, k, v, bias, mask=None):
 def test_each_convention_is_converted_to_right_numbers(attention, monkeypatch):
     monkeypatch.setattr(kernels, "find_attention", lambda *_: attention)
     assert measured(KernelSession(context("eager")), steps=1)["forward_backward_time"].value > 0
+
+
+class BlindToStrides(torch.autograd.Function):
+    """Identity whose backward reads d(out) in the order of memory, as protenix's kernels do."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.as_strided(grad.shape, torch.empty(grad.shape, device="meta").stride())
+
+
+def test_the_gradient_of_the_check_is_contiguous_in_the_layout_of_the_contender(monkeypatch):
+    def blind(*args):
+        return BlindToStrides.apply(heads_last(*args))
+
+    attention = Attention(blind, peers.HEADS_LAST, peers._additive, wide_bias=True, needs_mask=True)
+    monkeypatch.setattr(kernels, "find_attention", lambda *_: attention)
+    assert KernelSession(context("eager")).errors["dq"] < 1e-5
+
+
+def test_a_contender_that_takes_no_fp32_bias_is_timed_with_its_conversion():
+    ours = context("sdpa", "bf16", workload=kernels.FP32_BIAS)
+    session = KernelSession(ours)
+    assert session.notes == ["takes a bias in bf16 alone: converting it, and its gradient, is in the time"]
+    _, leaves = session._prepare()
+    assert leaves[3].dtype == torch.float32 and leaves[0].dtype == torch.bfloat16
+    assert measured(session, steps=1)["forward_backward_time"].value > 0
+    assert KernelSession(context("sdpa", "bf16")).notes == []
 
 
 @pytest.mark.parametrize("name", ["trifast", "cuequivariance", "openfold3", "protenix"])
