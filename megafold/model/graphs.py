@@ -170,7 +170,8 @@ class BlockGraphs:
         *context: Any,
     ) -> tuple[Tensor, ...]:
         """``carried = block(layer, *carried, *context)`` for one layer after another."""
-        shape, tensors = self._shape(block, layers[0], (*carried, *context), len(carried))
+        whole = max(layers, key=lambda layer: sum(module is not None for module in layer))  # says what all give
+        shape, tensors = self._shape(block, whole, (*carried, *context), len(carried))
         if shape is None:
             for layer in layers:
                 carried = checkpoint(block, layer, *carried, *context, use_reentrant=False)

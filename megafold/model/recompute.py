@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megafold.model.fork import Fork
 from megafold.model.graphs import GRAPHS
 from megafold.model.repeated import Repeated
 
@@ -29,6 +30,8 @@ GROUP = 8
 # Elements of pairs (N = 724 of width 128) up to which the operands of a block's triangle updates are kept from its
 # forward, which a checkpoint runs right before its backward: four tensors of pairs in the dtype of products.
 KEPT_PAIRS = 1 << 26
+# The Pairformer's single track beside the next pair block. Off: no GPU has captured it yet.
+SHIFTS = False
 
 
 def recomputed(function: Callable[..., Any], module: Module, *args: Any) -> Any:
@@ -163,6 +166,8 @@ def pairformer_blocks(
         return in_stack(self, _pairformer_block, layers, (single, pairs), mask)
 
     layers = list(self.layers)
+    if not is_long and SHIFTS and len(layers) > 1:
+        return in_stack(self, _shifted_block, _shifted(layers), (single_repr, pairwise_repr), mask)
     if not is_long:
         return group(single_repr, pairwise_repr, layers)
     for start in range(0, len(layers), GROUP):
@@ -183,6 +188,25 @@ def _pairformer_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | 
     pairs = pair_block(pairs, mask=mask)
     single = single + attention(single, pairwise_repr=pairs, mask=mask)
     return with_residual(transition, single), pairs
+
+
+def _shifted(layers: Sequence[Any]) -> list[list[Any]]:
+    """Each pair block with the single track of the layer before: pairs do not see singles, so neither waits."""
+    pairs, singles = [layer[0] for layer in layers], [list(layer[1:]) for layer in layers]
+    return [[pair, *single] for pair, single in zip([*pairs, None], [[None, None], *singles])]
+
+
+def _shifted_block(layer: Any, single: Tensor, pairs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    pair_block, attention, transition = layer
+    fork = Fork(pairs.device)
+    if attention is not None:
+        with fork.aside():
+            single = single + attention(single, pairwise_repr=pairs, mask=mask)
+            single = with_residual(transition, single)
+    if pair_block is not None:
+        pairs = pair_block(pairs, mask=mask)
+    fork.join()
+    return single, pairs
 
 
 def msa_blocks(

@@ -237,10 +237,13 @@ def test_rollout_and_confidence_head_are_the_same_as_graphs(way, make_model, mak
     assert (kinds.count("_pairformer_block"), kinds.count("_Chunk.loss")) == chunks
 
 
+@pytest.mark.parametrize("shifts", [False, True], ids=["in-turn", "shifted"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
-def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, make_batch, step):
-    from megafold.model import replacements
+def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, shifts, make_model, make_batch, step, monkeypatch):
+    from megafold.model import recompute, replacements
     from megafold.model.optimize import optimize
+
+    monkeypatch.setattr(recompute, "SHIFTS", shifts)
 
     model, batch = make_model(**CHECKPOINTED, **DEEP), make_batch(9, 7)
     for module in model.modules():
@@ -259,7 +262,9 @@ def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, make_model, ma
         assert found[1].keys() == expected[1].keys()
         for name, gradient in found[1].items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
-    assert model.pairformer._megafold_graphs.shapes > 2
+    kinds = [key[0] for key in model.pairformer._megafold_graphs._shapes]
+    assert len(kinds) > 2
+    assert ("_shifted_block" if shifts else "_pairformer_block") in kinds
 
 
 def test_the_conditioning_is_prepared_once_for_all_layers(make_model, make_batch, step, monkeypatch):
@@ -304,13 +309,14 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shifts", [False, True], ids=["in-turn", "shifted"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
-def test_captured_blocks_give_the_same_on_a_gpu(dropout, make_model, make_batch, step, monkeypatch):
-    from megafold.model import replacements
+def test_captured_blocks_give_the_same_on_a_gpu(dropout, shifts, make_model, make_batch, step, monkeypatch):
+    from megafold.model import recompute, replacements
     from megafold.model.optimize import optimize
 
     monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
-
+    monkeypatch.setattr(recompute, "SHIFTS", shifts)
     model = make_model(**CHECKPOINTED, **DEEP, checkpoint_confidence_head=True).cuda()
     batch = {k: v.cuda() for k, v in make_batch(33, confidence=True).items()}
     for module in model.modules():
