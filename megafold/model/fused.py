@@ -184,6 +184,7 @@ def fuse(model: stock.Alphafold3, way: Callable[[Module], Attend], missed: list[
             _is(part, stock.ConditionWrapper) for part in module.modules() if isinstance(part, stock.ConditionWrapper)
         ):
             yield path, recompute.PREPARES, prepared, "conditioning of all layers (evofusion)"
+            yield path, "to_serial_layers", recompute.serial_blocks, "blocks of a rollout (evofusion)"
 
 
 def attention_options(module: Module) -> dict[str, Callable[..., Tensor]]:

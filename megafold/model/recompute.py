@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megafold.model.fork import Fork
 from megafold.model.graphs import GRAPHS
-from megafold.model.repeated import Repeated
+from megafold.model.repeated import Repeated, materialize
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -100,17 +100,25 @@ def serial_blocks(
     mask: Tensor | None = None,
     windowed_mask: Tensor | None = None,
 ) -> Tensor:
-    """``DiffusionTransformer.to_serial_layers`` of a rollout, as graphs: [B, N, d] -> [B, N, d].
+    """``DiffusionTransformer.to_serial_layers`` of a rollout (AF3 algorithm 23): [B, N, d] -> [B, N, d].
 
-    A memory of biases is left out: graphs read fixed addresses, and a bias is made faster than it is copied there.
+    As graphs where the stack has some; a memory of biases is left out then: graphs read fixed addresses, and a bias is
+    made faster than it is copied there. A conditioning that stands for equal copies is prepared as what it stands for:
+    kernels that read a row of it for each row do in two passes what takes eight without them.
     """
-    graphs = getattr(self, GRAPHS, None)
-    context = [Repeated(t.once, t.copies) if isinstance(t, Repeated) else t for t in (single_repr, pairwise_repr)]
-    context += [mask, windowed_mask, None]
-    if graphs is None or torch.is_grad_enabled() or self.add_value_residual or not graphs.runs(noised_repr, *context):
+    if torch.is_grad_enabled() or self.add_value_residual:
         given = {"single_repr": single_repr, "pairwise_repr": pairwise_repr}
         return type(self).to_serial_layers(self, noised_repr, **given, mask=mask, windowed_mask=windowed_mask)
-    return graphs.run_stack(_transformer_block, list(self.layers), (noised_repr,), *context)[0]
+    prepares = getattr(self, PREPARES, None)
+    single_repr = single_repr if prepares is None else prepares(materialize(single_repr))
+    graphs = getattr(self, GRAPHS, None)
+    forgets = [Repeated(t.once, t.copies) if isinstance(t, Repeated) else t for t in (single_repr, pairwise_repr)]
+    forgets += [mask, windowed_mask, None]
+    if graphs is not None and graphs.runs(noised_repr, *forgets):
+        return graphs.run_stack(_transformer_block, list(self.layers), (noised_repr,), *forgets)[0]
+    for layer in self.layers:
+        (noised_repr,) = _transformer_block(layer, noised_repr, single_repr, pairwise_repr, mask, windowed_mask, None)
+    return noised_repr
 
 
 def _transformer_block(layer: Any, *args: Any) -> tuple[Tensor]:

@@ -32,7 +32,7 @@ evofusion             SmoothLDDTLoss.forward                                  fu
 evofusion             AttentionPairBias.forward                               attention.*, bias and windows by EvoFusion
 recompute, graphs     DiffusionTransformer.to_checkpointed_serial_layers      recompute.transformer_blocks
 recompute, graphs     PairformerStack.to_checkpointed_layers                  recompute.pairformer_blocks
-graphs                DiffusionTransformer.to_serial_layers (tokens)          recompute.serial_blocks
+graphs, evofusion     DiffusionTransformer.to_serial_layers (tokens; all)     recompute.serial_blocks
 graphs                MSAModule.to_checkpointed_layers                        recompute.msa_blocks
 graphs                TemplateEmbedder.to_checkpointed_layers                 recompute.template_blocks
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
@@ -64,8 +64,6 @@ from megafold.model.repeated import with_lazy_repeat
 # (path of the module, name of its attribute, its new value: a function becomes a method; kind of the replacement)
 Replacement = tuple[str, str, Any, str]
 Missed = list[tuple[str, str]]
-# Recorded too: template embedder, rollout and confidence head. Off: no GPU has captured them yet.
-MORE_GRAPHS = False
 _OTHER_ATTENTION = (stock.TaylorSeriesLinearAttn, stock.ConditionalRoutedAttention)
 # What the training forward works through, by the paths of all instances.
 _BY_KIND: tuple[tuple[str, type[Module], str, Callable[..., Any], str], ...] = (
@@ -217,17 +215,16 @@ def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Rep
     }
     if graphs is not None:
         stacks["msa_module"] = ("to_checkpointed_layers", recompute.msa_blocks)
-    if graphs is not None and MORE_GRAPHS:
         stacks["template_embedder"] = ("to_checkpointed_layers", recompute.template_blocks)
     for path, (name, function) in stacks.items():
         module = model.get_submodule(path)
         is_confidence = path == "confidence_head.pairformer_stack"
-        if graphs is not None and (not is_confidence or (module.checkpoint and MORE_GRAPHS)):
+        if graphs is not None and (not is_confidence or module.checkpoint):
             if not module.checkpoint:
                 missed.append((path, "graphs: without checkpointing its blocks stay as they are"))
                 continue
             yield path, GRAPHS, graphs, "graphs"
-            if path == "diffusion_module.token_transformer" and MORE_GRAPHS:
+            if path == "diffusion_module.token_transformer":
                 yield path, "to_serial_layers", recompute.serial_blocks, "blocks of a rollout (graphs)"
         if not (plan.recompute and path == "diffusion_module.token_transformer"):
             yield path, name, function, f"blocks ({how})"

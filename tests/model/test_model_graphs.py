@@ -222,7 +222,6 @@ def test_rollout_and_confidence_head_are_the_same_as_graphs(way, make_model, mak
     if way == "blocks":
         monkeypatch.setattr(confidence, "KEPT_ELEMENTS", 0)
     recorder = _Refusing() if way == "refused" else Emulated()
-    monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
     monkeypatch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(recorder))
     assert optimize(model, Plan()).replaced["graphs"] == 5
     for _ in range(2):
@@ -252,7 +251,6 @@ def test_the_model_is_the_same_with_its_blocks_as_graphs(dropout, shifts, make_m
     optimize(model, Plan(graphs=False))
     expected = step(model, batch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replacements, "MORE_GRAPHS", True)
         patch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
         report = optimize(model, Plan())
     assert report.replaced["graphs"] == 4
@@ -303,7 +301,7 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
     assert torch.equal(found[0], expected[0])
     missed = optimize(make_model(), Plan()).not_replaced
     assert [path for path, reason in missed if "without checkpointing" in reason] == [
-        *("pairformer", "diffusion_module.token_transformer", "msa_module")
+        *("pairformer", "diffusion_module.token_transformer", "msa_module", "template_embedder")
     ]
 
 
@@ -312,10 +310,9 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
 @pytest.mark.parametrize("shifts", [False, True], ids=["in-turn", "shifted"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
 def test_captured_blocks_give_the_same_on_a_gpu(dropout, shifts, make_model, make_batch, step, monkeypatch):
-    from megafold.model import recompute, replacements
+    from megafold.model import recompute
     from megafold.model.optimize import optimize
 
-    monkeypatch.setattr(replacements, "MORE_GRAPHS", True)
     monkeypatch.setattr(recompute, "SHIFTS", shifts)
     model = make_model(**CHECKPOINTED, **DEEP, checkpoint_confidence_head=True).cuda()
     batch = {k: v.cuda() for k, v in make_batch(33, confidence=True).items()}
