@@ -45,31 +45,54 @@ def launch_backward(
     if configs is None:
         configs = {kernel: problem.config(kernel) for kernel in ("queries", "keys", "bias")}
     with triton_support.device_guard(q.device):
-        gradients = statistics(problem, last_contiguous(grad_out), grad_lse, out, lse)
-        # d(bias) first: its partial sums are gone before the larger gradients are allocated.
+        grad_out = last_contiguous(grad_out)
+        own_delta = needs_rows and grad_lse is None and queries_make_delta(problem, configs["queries"], grad_out, out)
+        if own_delta:
+            gradients = {"grad_out": grad_out, "out": out, "lse": lse} | empty_statistics(problem, lse)
+            dq = query_gradient(problem, gradients, q, configs["queries"])
+        else:
+            gradients = statistics(problem, grad_out, grad_lse, out, lse)
+        # d(bias) before the keys: its partial sums are gone before the larger gradients are allocated.
         dbias = bias_gradient(problem, gradients, bias, configs["bias"]) if needs_bias else none[3]
         if not needs_rows:
             return (*none[:3], dbias)
-        dq = query_gradient(problem, gradients, q, configs["queries"])
+        if not own_delta:
+            dq = query_gradient(problem, gradients, q, configs["queries"])
         dk, dv = key_gradients(problem, gradients, k, v, configs["keys"])
     return dq, dk, dv, dbias
+
+
+def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Tensor) -> bool:
+    """Whether the kernel of dq also makes lse2 and delta, so that d(out) and the output are not read once more."""
+    own = config.get("gluon", {}).get("own_delta", False)
+    return (
+        own
+        and problem.copy_engine_serves({"out": out})
+        and bool(hopper_kernels(problem, config, {"grad_out": grad_out}))
+    )
+
+
+def empty_statistics(problem: Problem, lse: Tensor) -> dict[str, Tensor]:
+    """lse2 and delta [B, R, H, pitch >= NQ], fp32, to be filled."""
+    pitch = triton.cdiv(problem.NQ, 4) * 4  # rows of a multiple of 16 bytes
+    return {name: lse.new_empty((*lse.shape[:-1], pitch)) for name in ("lse2", "delta")}
 
 
 def statistics(
     problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
     """grad_out with what the backward kernels need for each query: lse2 and delta [B, R, H, pitch >= NQ], fp32."""
-    pitch = triton.cdiv(problem.NQ, 4) * 4  # rows of a multiple of 16 bytes
-    delta, lse2 = (lse.new_empty((*lse.shape[:-1], pitch)) for _ in range(2))
+    filled = empty_statistics(problem, lse)
     block = 128 if problem.D <= 64 else 64
     out = last_contiguous(out)
     delta_kernel[(triton.cdiv(problem.NQ, block) * problem.B * problem.R * problem.H,)](
         out=out, grad_out=grad_out, lse=lse, grad_lse=lse if grad_lse is None else grad_lse.contiguous(),
-        delta=delta, lse2=lse2, **problem.strides("o", out), **problem.strides("g", grad_out),
-        R=problem.R, H=problem.H, NQ=problem.NQ, pitch=pitch, D=problem.D, BLOCK_D=block_d(problem.D), BLOCK=block,
+        **filled, **problem.strides("o", out), **problem.strides("g", grad_out),
+        R=problem.R, H=problem.H, NQ=problem.NQ, pitch=filled["delta"].shape[-1], D=problem.D,
+        BLOCK_D=block_d(problem.D), BLOCK=block,
         HAS_GRAD_LSE=grad_lse is not None, WIDE=problem.wide, num_warps=4,
     )  # fmt: skip
-    return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
+    return {"grad_out": grad_out} | filled
 
 
 def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict) -> Tensor:

@@ -47,6 +47,7 @@ class Problem:
         self.bias = None if bias is None else pad_bias(bias, q.dtype)
         self.mask = None if mask is None else last_contiguous(mask).view(torch.uint8)
         self._descriptors: dict[tuple, TensorDescriptor] = {}
+        self.hopper_descriptors: dict[tuple, object] = {}
         self._readable: dict[str, bool] = {}
         self.wide = q.dtype == torch.float32
         self.seed, self.scale, self.dropout_p, self.offsets = seed, scale, dropout_p, offsets

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megafold.evoflash3d import gradients
 from megafold.evoflash3d.api import evoflash3d, uses_kernels
 from megafold.evoflash3d.dropout import PHILOX_ROUNDS
+from megafold.evoflash3d.launch import Problem
 from megafold.evoflash3d.reference import eager_attention
 from megafold.testing import budget, check_budget, outputs_and_gradients, relative_error
 
@@ -299,6 +301,25 @@ def test_hopper_kernels_with_one_key(hopper_launches, bias_dtype, dim):
     assert (found["dq"].double().abs() <= rounded * scale * left * k.abs()).all()
     assert (found["dk"].double().abs() <= rounded * scale * (left * q.abs()).sum(3, keepdim=True)).all()
     assert (found["dbias"].double().abs() <= rounded * left.sum(1)).all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "columns"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 2, 130, 130, 32), (1, 9, 4, 384, 384, 32), (1, 3, 4, 130, 600, 32), (2, 3, 4, 70, 200, 64)],
+    ids=str,
+)
+def test_the_hopper_kernel_of_dq_makes_delta(hopper_launches, monkeypatch, shape, layout):
+    table = Problem.config
+
+    def own_delta(problem, kernel):
+        config = table(problem, kernel)
+        return config | {"gluon": config["gluon"] | {"own_delta": True}} if kernel == "queries" else config
+
+    monkeypatch.setattr(Problem, "config", own_delta)
+    monkeypatch.setattr(gradients, "statistics", None)  # its kernel must not be launched
+    assert_in_budget(shape, BF16, layout=layout, bias_dtype=BF16)
+    assert hopper_launches[-3:] == ["queries", "bias", "keys"]
 
 
 def test_hopper_kernels_with_a_mask_that_all_rows_share(hopper_launches):

@@ -94,3 +94,15 @@ CODE = """
 @pytest.mark.parametrize(("line", "spills"), [("FADD R1, R2, R3 ;", 0), ("LDL.LU R3, [R1+0x4] ;", 1)])
 def test_spills_count_where_they_are_in_the_way(line, spills):
     assert _loop_spills(CODE.replace("{0}", line)) == spills
+
+
+def test_descriptors_are_checked_once_and_keep_no_tensor_alive():
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from megafold.evoflash3d.hopper import launch
+
+    one, other = problem(), problem()
+    first, second = (launch._rows(p, p.q, 64) for p in (one, other))
+    assert launch._rows(one, one.q, 64) is first and launch._rows(one, one.q, 128) is not first
+    assert first.base is one.q and second.base is other.q
+    assert first.layout is second.layout and first.strides[1:] == list(one.q.stride()[1:])
+    assert launch._checked(tuple(first.shape), tuple(first.strides), tuple(first.block_shape), BF16).base is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +26,7 @@ def launch_forward(problem: Problem, out: Tensor, lse: Tensor, config: dict) -> 
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
     forward_kernel_sm90[grid](
-        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
+        **_inputs(problem, held, block),
         bias=_matrix(problem.bias, [held, block]), out=out, lse=lse, **problem.strides("o", out),
         BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"],
         head_dim=problem.D, **_common(problem, config),
@@ -31,12 +34,15 @@ def launch_forward(problem: Problem, out: Tensor, lse: Tensor, config: dict) -> 
 
 
 def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, config: dict) -> None:
-    """Fill dq."""
+    """Fill dq; when `gradients` has "out" and "lse", also its lse2 and delta."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
+    own = "out" in gradients
     queries_kernel_sm90[grid](
-        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
-        grad_out=_rows(gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
+        **_inputs(problem, held, block),
+        grad_out=_rows(problem, gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
+        out=_rows(problem, gradients["out" if own else "grad_out"], held),
+        lse=gradients["lse" if own else "lse2"], OWN_DELTA=own,
         lse2=gradients["lse2"], delta=gradients["delta"], dq=dq, **problem.strides("dq", dq),
         BIAS_ROWS=problem.bias.shape[2], pitch=gradients["lse2"].shape[-1], items=items,
         BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], head_dim=problem.D,
@@ -50,9 +56,9 @@ def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: 
     items, grid = _work(problem, problem.NK, config)
     bias = problem.bias.transpose(-1, -2).contiguous()
     keys_kernel_sm90[grid](
-        q=_rows(problem.q, block), k=_rows(problem.k, held), v=_rows(problem.v, held),
-        grad_out=_rows(gradients["grad_out"], block), bias=_matrix(bias, [held, block]),
-        lse2=_statistics(problem, gradients["lse2"], block), delta=_statistics(problem, gradients["delta"], block),
+        **_inputs(problem, block, held),
+        grad_out=_rows(problem, gradients["grad_out"], block), bias=_matrix(bias, [held, block]),
+        **_both_statistics(problem, gradients, block),
         dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
         BIAS_ROWS=bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
         head_dim=problem.D, **_common(problem, config),
@@ -66,9 +72,9 @@ def launch_bias(
     held, block = _held(config), config["block"]
     items = partial.shape[0] * bias_tiles(problem, config)
     bias_kernel_sm90[_grid(problem, items, config)](
-        q=_rows(problem.q, held), k=_rows(problem.k, block), v=_rows(problem.v, block),
-        grad_out=_rows(gradients["grad_out"], held), lse2=_statistics(problem, gradients["lse2"], held),
-        delta=_statistics(problem, gradients["delta"], held), bias=problem.bias, dbias=partial, B=problem.B,
+        **_inputs(problem, held, block),
+        grad_out=_rows(problem, gradients["grad_out"], held), **_both_statistics(problem, gradients, held),
+        bias=problem.bias, dbias=partial, B=problem.B,
         BIAS_ROWS=problem.bias.shape[2], BIAS_COLUMNS=problem.bias.shape[3], rows_per_chunk=rows_per_chunk, items=items,
         BLOCK_I=held, BLOCK_J=block, **_common(problem, config),
     )  # fmt: skip
@@ -104,22 +110,61 @@ def _grid(problem: Problem, items: int, config: dict) -> tuple[int]:
     return (min(items, config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)),)
 
 
-def _rows(tensor: Tensor, block: int) -> TensorDescriptor:
+def _inputs(problem: Problem, rows: int, columns: int) -> dict[str, TensorDescriptor]:
+    tensors = {"q": (problem.q, rows), "k": (problem.k, columns), "v": (problem.v, columns)}
+    return {name: _rows(problem, tensor, block) for name, (tensor, block) in tensors.items()}
+
+
+def _both_statistics(problem: Problem, gradients: dict[str, Tensor], block: int) -> dict[str, TensorDescriptor]:
+    return {name: _statistics(problem, gradients[name], block) for name in ("lse2", "delta")}
+
+
+def _rows(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
+    """Of a [B, R, H, N, D] tensor; made once for all kernels of a call."""
     # The stride of an axis of size 1 may be anything in PyTorch; the copy engine wants a multiple of 16 bytes.
-    strides = [s if size > 1 else 16 for size, s in zip(tensor.shape[:4], tensor.stride()[:4])]
-    return _descriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, 1, block, block_d(tensor.shape[-1])])
+    strides = (*(s if size > 1 else 16 for size, s in zip(tensor.shape[:4], tensor.stride()[:4])), 1)
+    return _once(problem, tensor, tuple(tensor.shape), strides, (1, 1, 1, block, block_d(tensor.shape[-1])))
 
 
 def _matrix(bias: Tensor, block: list[int]) -> TensorDescriptor:
-    flat = bias.view(-1, bias.shape[-1])
-    return _descriptor(flat, list(flat.shape), list(flat.stride()), block)
+    columns = bias.shape[-1]
+    return _descriptor(bias, (bias.numel() // columns, columns), (columns, 1), tuple(block))
 
 
 def _statistics(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
-    flat = tensor.view(-1, tensor.shape[-1])
-    return _descriptor(flat, [flat.shape[0], problem.NQ], list(flat.stride()), [1, block])
+    pitch = tensor.shape[-1]
+    return _once(problem, tensor, (tensor.numel() // pitch, problem.NQ), (pitch, 1), (1, block))
 
 
-def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, TYPES[tensor.dtype])
-    return TensorDescriptor(tensor, shape, strides, block, layout)
+def _once(
+    problem: Problem,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+) -> TensorDescriptor:
+    key = (tensor.data_ptr(), shape, strides, block)
+    found = problem.hopper_descriptors.get(key)
+    if found is None:
+        found = problem.hopper_descriptors[key] = _descriptor(tensor, shape, strides, block)
+    return found
+
+
+def _descriptor(
+    tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    descriptor = copy.copy(_checked(shape, strides, block, tensor.dtype))
+    descriptor.base = tensor
+    return descriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(
+    shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
+) -> TensorDescriptor:
+    """A descriptor without a tensor: Triton's checks and the choice of a layout cost more host time than a launch."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
+    anything = torch.empty(8, dtype=dtype, device="cpu")
+    descriptor = TensorDescriptor(anything, list(shape), list(strides), list(block), layout)
+    descriptor.base = None
+    return descriptor

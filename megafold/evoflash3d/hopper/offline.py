@@ -34,7 +34,8 @@ class HopperCase:
     arch: str = "sm_90"
 
     def __str__(self) -> str:
-        return f"sm_90-hopper-{self.kernel}-{self.dtype}-D{self.head_dim}-{self.config['block']}"
+        own = "-own-delta" if self.config.get("own_delta") else ""
+        return f"sm_90-hopper-{self.kernel}-{self.dtype}-D{self.head_dim}-{self.config['block']}{own}"
 
     def compile(self) -> OfflineKernel:
         """Compile for lengths and strides that are multiples of 16, as the copy engine needs them.
@@ -49,13 +50,16 @@ class HopperCase:
             "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
             "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
             "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
+            "OWN_DELTA": self.config.get("own_delta", False),
         }  # fmt: skip
         signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
-        for name, length in (("q", rows), ("grad_out", rows), ("k", columns), ("v", columns)):
+        for name, length in (("q", rows), ("grad_out", rows), ("out", rows), ("k", columns), ("v", columns)):
             signature[name] = _descriptor([1, 1, 1, length, self.head_dim], self.dtype)
         signature["bias"] = _descriptor([held, block], self.dtype)
         statistics = {"forward": "*fp32:16", "queries": "*fp32:16"}.get(self.kernel, _descriptor([1, rows], "fp32"))
         signature |= dict.fromkeys(("lse2", "delta"), statistics) | dict.fromkeys(("lse", "dbias"), "*fp32:16")
+        if self.kernel == "forward":
+            signature["out"] = f"*{self.dtype}:16"
         if self.kernel == "bias":
             signature["bias"] = f"*{self.dtype}:16"
         for name in kernel.arg_names:
@@ -77,11 +81,13 @@ def cases(full: bool = False) -> Iterator[HopperCase]:
             for length, config in by_length.items():
                 if "gluon" not in config or not (full or length == "1024"):
                     continue
-                case = HopperCase(kernel, "bf16", int(dim[1:]), config["gluon"])
-                key = (str(case), tuple(sorted(case.config.items())))
-                if key not in seen:
-                    seen.add(key)
-                    yield case
+                for own in (False, True) if kernel == "queries" else (False,):
+                    given = config["gluon"] | ({"own_delta": own} if kernel == "queries" else {})
+                    case = HopperCase(kernel, "bf16", int(dim[1:]), given)
+                    key = (str(case), tuple(sorted(case.config.items())))
+                    if key not in seen:
+                        seen.add(key)
+                        yield case
 
 
 def _descriptor(block: list[int], dtype: str) -> str:

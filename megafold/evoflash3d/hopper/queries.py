@@ -1,4 +1,7 @@
-"""dq for sm_90: 128 queries of ROWS rows; the keys pass by."""
+"""dq for sm_90: 128 queries of ROWS rows; the keys pass by.
+
+With OWN_DELTA the kernel also does what `delta_kernel` does, from a tile of the output, for the kernels that follow.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from megafold.evoflash3d.hopper.common import LOG2E, item_of, thread_barrier, wi
 
 @gluon.jit
 def load_partition(
-    shared, loads, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr
-):
-    q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
-    q, k, v, g, bias, R, H, NQ, NK, BIAS_ROWS, items = loads
-    q_bytes: gl.constexpr = 2 * ROWS * q.block_type.nbytes
+    shared, loads, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
+    OWN_DELTA: gl.constexpr,
+):  # fmt: skip
+    q_s, g_s, o_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
+    q, k, v, g, out, bias, R, H, NQ, NK, BIAS_ROWS, items = loads
+    q_bytes: gl.constexpr = (3 if OWN_DELTA else 2) * ROWS * q.block_type.nbytes
     tile_bytes: gl.constexpr = 2 * ROWS * k.block_type.nbytes + bias.block_type.nbytes
     tile = 0
     count = 0
@@ -26,6 +30,8 @@ def load_partition(
         for row in gl.static_range(ROWS):
             tma.async_copy_global_to_shared(q, [b, r + row, h, i_start, 0], q_ready, q_s.index(row))
             tma.async_copy_global_to_shared(g, [b, r + row, h, i_start, 0], q_ready, g_s.index(row))
+            if OWN_DELTA:
+                tma.async_copy_global_to_shared(out, [b, r + row, h, i_start, 0], q_ready, o_s.index(row))
         bias_row = (b * H + h) * BIAS_ROWS + i_start
         for j_start in range(0, NK, BLOCK_J):
             stage = tile % STAGES
@@ -44,9 +50,10 @@ def load_partition(
 def product_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr,
     BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    OWN_DELTA: gl.constexpr,
 ):  # fmt: skip
-    q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
-    lse2, delta2, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
+    q_s, g_s, o_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
+    natural, lse2, delta2, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = BLOCK_I // PARTS
     ROW: gl.constexpr = GROUP // PARTS
@@ -67,13 +74,26 @@ def product_partition(
         i_start += AT
         r += ROW
         b64, h64, r64 = b.to(gl.int64), h.to(gl.int64), r.to(gl.int64)
-        stats = ((b64 * R + r) * H + h) * pitch + i_start + si
+        line = (b64 * R + r) * H + h
+        stats = line * pitch + i_start + si
         inside = (i_start + si < NQ) & (r < R)
-        lse = gl.load(lse2 + stats, mask=inside, other=0.0)[:, None]
-        delta = gl.load(delta2 + stats, mask=inside, other=0.0)[:, None]
+        if OWN_DELTA:
+            lse = gl.load(natural + line * NQ + i_start + si, mask=inside, other=0.0) * LOG2E
+            # Without a key the log-sum-exp is -inf; its negative gives exp(-inf) = 0 instead of NaN.
+            lse = gl.where(lse == float("-inf"), float("inf"), lse)
+            gl.store(lse2 + stats, lse, mask=inside)
+        else:
+            lse = gl.load(lse2 + stats, mask=inside, other=0.0)
+            delta = gl.load(delta2 + stats, mask=inside, other=0.0)
         mbarrier.wait(q_ready, count & 1)
         q_tile = q_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
         g_tile = g_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
+        if OWN_DELTA:
+            o_tile = o_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
+            delta = gl.sum(g_tile.to(gl.float32) * o_tile.to(gl.float32), 1)
+            delta = gl.convert_layout(delta, gl.SliceLayout(1, scores))
+            gl.store(delta2 + stats, delta, mask=inside)
+        lse, delta = lse[:, None], delta[:, None]
         acc = gl.zeros([PART, D], gl.float32, queries)
         thread_barrier()
         mbarrier.arrive(q_free, count=1)
@@ -107,15 +127,22 @@ def product_partition(
 
 @gluon.jit
 def queries_kernel_sm90(
-    q, k, v, grad_out, bias, lse2, delta, dq,
+    q, k, v, grad_out, out, bias, lse, lse2, delta, dq,
     dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
+    OWN_DELTA: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]."""
+    """Descriptors: q, k, v, d(out) and the output [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns].
+
+    OWN_DELTA: read `out` and `lse` (base e) and write `lse2` and `delta`; otherwise these two are read."""
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     g_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
+    if OWN_DELTA:
+        o_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
+    else:
+        o_s = g_s
     k_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
     bias_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_I, BLOCK_J], bias.layout)
@@ -128,14 +155,17 @@ def queries_kernel_sm90(
         mbarrier.init(free.index(s), count=ROWS * PARTS)
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=ROWS * PARTS)
-    shared = (q_s, g_s, k_s, v_s, bias_s, q_ready, q_free, ready, free)
-    work = (lse2, delta, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items)
-    loads = (q, k, v, grad_out, bias, R, H, NQ, NK, BIAS_ROWS, items)
+    shared = (q_s, g_s, o_s, k_s, v_s, bias_s, q_ready, q_free, ready, free)
+    work = (lse, lse2, delta, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items)
+    loads = (q, k, v, grad_out, out, bias, R, H, NQ, NK, BIAS_ROWS, items)
     if ROWS * PARTS == 1:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES, OWN_DELTA)),
             ],
             [1],
             [24],
@@ -143,9 +173,15 @@ def queries_kernel_sm90(
     elif ROWS * PARTS == 2:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES, OWN_DELTA)),
             ],
             [WARPS, 1],
             [REGISTERS, 24],
@@ -153,11 +189,23 @@ def queries_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, OWN_DELTA),
+                ),
+                (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES, OWN_DELTA)),
             ],
             [WARPS, WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
