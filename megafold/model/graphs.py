@@ -85,6 +85,10 @@ class Captured:
                 except BaseException:
                     with suppress(RuntimeError):
                         graph.capture_end()
+                    with suppress(RuntimeError):  # one that ends well tells the generator that no capture goes on
+                        again = torch.cuda.CUDAGraph()
+                        again.capture_begin(capture_error_mode="thread_local")
+                        again.capture_end()
                     raise
                 graph.capture_end()
         finally:
