@@ -13,12 +13,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -82,15 +84,19 @@ class Worker:
         return {}
 
     def _visit(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        session = self._session
+        session, marks = self._session, [time.perf_counter()]
         session.resume()
+        marks.append(time.perf_counter())
         for repeat in range(command["warmup"] + command["repeats"]):
             sample = session.step()
             self._tell({"step": repeat})
             if repeat >= command["warmup"]:
                 for name, value in sample.items():
                     self._samples.setdefault(name, []).append(value)
+        marks.append(time.perf_counter())
         session.suspend()
+        resumed, steps, suspended = (b - a for a, b in itertools.pairwise([*marks, time.perf_counter()]))
+        print(f"visit: resumed in {resumed:.1f} s, steps {steps:.1f} s, suspended in {suspended:.1f} s", flush=True)
         return {}
 
     def _close(self, command: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,6 @@ from megafold.model.plan import Plan
 from megafold.model.presets import preset
 
 RECORDS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "records"
-# Records of commit 1009d79 do not state the switches that came later; these were theirs.
-OLD_PLANS = {
-    "eager": Plan.none(),
-    "megafold-sdpa": Plan.only("shared_conditioning", "sdpa"),
-    "megafold": Plan.only("shared_conditioning", "sdpa", "evoflash3d"),
-}
 
 
 def _measured():
@@ -33,7 +27,7 @@ def _measured():
 def _plan(contender):
     if contender["provider"] == "eager":
         return Plan.none()
-    return Plan(**contender["plan"]) if "graphs" in contender["plan"] else OLD_PLANS[contender["name"]]
+    return Plan(**contender["plan"])
 
 
 def _predicted(n_tokens: int, plan: Plan, **changes):
