@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -183,7 +184,9 @@ print(*sorted(name for name in ("torch", "alphafold3_pytorch", "numpy") if name 
 
 def start(comparison, folder) -> subprocess.Popen:
     arguments = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(comparison.as_dict())]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A job in a shell's background hands an ignored ctrl-c on to its children.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
 
 
 def test_the_measuring_process_loads_no_torch(fakes, fake_comparison, tmp_path):
