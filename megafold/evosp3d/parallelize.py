@@ -17,6 +17,7 @@ from alphafold3_pytorch import alphafold3 as stock
 from torch.nn import Module
 
 from megafold.evosp3d import diffusion, embed, forward, heads, msa, pair_block, single, triangle
+from megafold.evosp3d.graphs import RankGraphs
 from megafold.evosp3d.mesh import Shards
 from megafold.evosp3d.rebind import with_names
 from megafold.model import attend, denoiser, fused, recompute
@@ -116,10 +117,13 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     for name in ("to_layers", "to_checkpointed_layers"):
         symmetrize = partial(heads.symmetrize_rows, shards=shards)
         yield model.distogram_head, name, with_names(getattr(stock.DistogramHead, name), symmetrize=symmetrize)
-    recomputes, fuses = plan is not None and plan.recompute, plan is not None and plan.evofusion
-    if recomputes:
+    by_block = plan is not None and (plan.recompute or plan.graphs)
+    fuses = plan is not None and plan.evofusion
+    if by_block:
         yield model.msa_module, "to_checkpointed_layers", recompute.msa_blocks
-    make_bias = fused.pair_bias if fuses else single.bias_of_pairs
+    if recompute.GRAPHS in model.template_embedder.__dict__:
+        yield model.template_embedder, "to_checkpointed_layers", recompute.template_blocks
+    make_bias, graphs = fused.pair_bias if fuses else single.bias_of_pairs, None
     for path, module in model.named_modules():
         in_denoiser = path.startswith("diffusion_module.")
         if isinstance(module, _STOCK_ON_ROWS):
@@ -134,7 +138,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
             yield on(module, msa.pair_weighted_averaging)
         elif isinstance(module, stock.PairformerStack):
             yield on(module, single.pairformer)
-            if recomputes:
+            if by_block:
                 yield module, "to_checkpointed_layers", recompute.pairformer_blocks
         elif isinstance(module, stock.PairwiseBlock) and fuses and "forward" in module.__dict__:
             way = _attend(module.tri_attn_starting.fn, plan)
@@ -151,8 +155,10 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
             for method, value in module.__dict__.items():
                 if isinstance(value, MethodType) and hasattr(type(module), method):
                     yield module, method, getattr(type(module), method)
-        if recompute.GRAPHS in module.__dict__:  # a graph holds no messages
-            yield module, recompute.GRAPHS, None
+        found = module.__dict__.get(recompute.GRAPHS)
+        if found is not None:
+            graphs = graphs or RankGraphs(shards, found.recorder, patience=found.patience)
+            yield module, recompute.GRAPHS, graphs
 
 
 _STOCK_ON_ROWS = (stock.LinearNoBiasThenOuterSum, stock.InputFeatureEmbedder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -23,6 +24,21 @@ class Traffic:
     def add(self, kind: str, operator: str, size: int) -> None:
         self._bytes[kind, operator] += size
         self._calls[kind, operator] += 1
+
+    def add_all(self, other: Traffic) -> None:
+        """Count what ``other`` has counted."""
+        self._bytes.update(other._bytes)
+        self._calls.update(other._calls)
+
+    @contextmanager
+    def apart(self) -> Iterator[Traffic]:
+        """What is sent in the block is counted in what comes out of it instead, complete when the block ends."""
+        sent, before = Traffic(), (self._bytes, self._calls)
+        self._bytes, self._calls = sent._bytes, sent._calls
+        try:
+            yield sent
+        finally:
+            self._bytes, self._calls = before
 
     def clear(self) -> None:
         self._bytes.clear()

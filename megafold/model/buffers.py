@@ -59,7 +59,8 @@ class Buffers:
         self.inputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
         self.fill([tensor.detach() for tensor in tensors])
         position = self.recorder.position()
-        outputs, self.structure = tree_flatten(self.cell(layer).compute())
+        with self.recorder.rehearsal():
+            outputs, self.structure = tree_flatten(self.cell(layer).compute())
         self.recorder.seek(position)
         self.warm.add(self.cell(layer).kind)
         self.wants = [tensor.requires_grad for tensor in tensors]
@@ -181,7 +182,8 @@ class Cell:
         if self._forward is None:
             position = recorder.position()
             if self.kind not in self._shape.warm:
-                self.compute()
+                with recorder.rehearsal():
+                    self.compute()
                 self._shape.warm.add(self.kind)
                 recorder.seek(position)
             self._forward = recorder.record(self._compute, self._shape.pool)
@@ -198,7 +200,8 @@ class Cell:
             reached = _Reached()
             if (self.kind, comes) not in shape.warm:
                 recorder.seek(position)
-                self._compute_gradients(comes, reached, writes=False)
+                with recorder.rehearsal():
+                    self._compute_gradients(comes, reached, writes=False)
                 shape.warm.add((self.kind, comes))
             recorder.seek(position)
             compute = partial(self._compute_gradients, comes, reached, writes=True)
@@ -220,7 +223,8 @@ class Cell:
         shape.fill_gradients([torch.ones_like(shape.outputs[0]), *(None for _ in shape.outputs[1:])])
         if self._both is None:
             reached, position = _Reached(), recorder.position()
-            self._compute_gradients(comes, reached, writes=False)
+            with recorder.rehearsal():
+                self._compute_gradients(comes, reached, writes=False)
             recorder.seek(position)
             compute = partial(self._compute_gradients, comes, reached, writes=True, gives=True)
             self._both = recorder.record(compute, shape.pool), reached

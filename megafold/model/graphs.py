@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +56,9 @@ class Recorder(Protocol):
         """Where the random numbers stand."""
 
     def seek(self, position: Any) -> None: ...
+
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        """Around what runs once before it is recorded."""
 
 
 class Captured:
@@ -103,6 +106,9 @@ class Captured:
     def seek(self, position: int) -> None:
         self._generator().set_offset(position)
 
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def _generator(self) -> torch.Generator:
         return torch.cuda.default_generators[torch.cuda.current_device()]
 
@@ -124,6 +130,9 @@ class Emulated:
 
     def seek(self, position: Tensor) -> None:
         torch.set_rng_state(position)
+
+    def rehearsal(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class BlockGraphs:

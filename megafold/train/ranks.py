@@ -23,8 +23,15 @@ import torch.distributed as dist
 from megafold.errors import EXIT_BAD_INPUT, InputError
 from megafold.train.watch import EVERY_S, Watch
 
-# NVLink multicast needs privileges that a container may lack, and a communicator then fails to start.
-_DEFAULTS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+_DEFAULTS = {
+    # NVLink multicast needs privileges that a container may lack, and a communicator then fails to start.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # A collective that timed out ends its process at once: torch would wait a minute for a record of past collectives,
+    # and only then could the other ranks notice that this one is gone.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,11 @@ class Membership:
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         on_gpu = device.type == "cuda"
+        self._devices = [device.index] if on_gpu else None
         if on_gpu:
             torch.cuda.set_device(device)
+        # No device_id: torch would split the mesh's groups off this one, and torch (2.11 to 2.13 at least) dies of a
+        # segmentation fault in that where the process has had a group before, as a worker with several points has.
         self.watch = Watch(store, place.rank, place.size)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -113,12 +123,14 @@ class Membership:
             rank=place.rank,
             world_size=place.size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_gpu else None,
         )
 
     def leave(self) -> None:
         """End the group, when no rank needs it any more."""
+        from megafold.evosp3d.graphs import release_all
+
         dist.barrier()
+        release_all()
         self.watch.finish()
         dist.destroy_process_group()
 
