@@ -159,7 +159,7 @@ def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyon
 
 
 def _with_graphs(limit, steps, *args):
-    """Steps with and without blocks as graphs: values, gradients, generator and bytes of each, and the kinds of blocks."""
+    """Steps with and without blocks as graphs: values, gradients, generator and bytes of each; the kinds of blocks."""
     from megafold.evosp3d import graphs as of_ranks
     from megafold.evosp3d.mesh import make_mesh
     from megafold.evosp3d.parallelize import parallelize
