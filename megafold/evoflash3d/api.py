@@ -65,8 +65,14 @@ def evoflash3d(
     _check(q, k, v, bias, mask, scale, dropout_p, seed, offsets)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     seed = _seed_tensor(seed, q.device) if dropout_p else None
-    out, lse = _forward_op(q, k, v, bias, mask, seed, scale, float(dropout_p), list(offsets))
+    out, lse = _forward_op(q, k, v, bias, mask, seed, scale, float(dropout_p), list(offsets), return_lse)
     return (out, lse) if return_lse else out
+
+
+def statistics_pitch(n_queries: int) -> int:
+    """Numbers from one row to the next of a [B, R, H, pitch] tensor of per-query fp32 numbers: 16 bytes, for the copy
+    engine."""
+    return -(-n_queries // 4) * 4
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -84,17 +90,21 @@ def _forward(
     scale: float,
     dropout_p: float,
     offsets: list[int],
+    natural_lse: bool,
 ) -> tuple[Tensor, Tensor]:
+    """out and the log-sum-exp: natural, or (with kernels, for the backward alone) as the backward kernels read it."""
     if uses_kernels(q.device, q.dtype):
         from megafold.evoflash3d.forward import launch_forward
 
-        return launch_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
+        return launch_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets, natural_lse)
     return reference.chunked_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
 
 
-def _fake_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets):
+def _fake_forward(q, k, v, bias, mask, seed, scale, dropout_p, offsets, natural_lse):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+    pitched = uses_kernels(q.device, q.dtype) and not natural_lse
+    length = statistics_pitch(q.shape[3]) if pitched else q.shape[3]
+    return torch.empty_like(q), q.new_empty((*q.shape[:3], length), dtype=wide)
 
 
 def _gradients(
@@ -111,6 +121,7 @@ def _gradients(
     scale: float,
     dropout_p: float,
     offsets: list[int],
+    natural_lse: bool,
     needs_rows: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,8 +130,9 @@ def _gradients(
         from megafold.evoflash3d.gradients import launch_backward
 
         return launch_backward(
-            grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, needs_rows, needs_bias
-        )
+            grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, natural_lse,
+            needs_rows, needs_bias,
+        )  # fmt: skip
     dq, dk, dv, dbias = reference.chunked_backward(
         grad_out, grad_lse, q, k, v, bias, mask, seed, out, scale, dropout_p, offsets
     )
@@ -131,14 +143,15 @@ def _gradients(
 
 
 def _fake_gradients(
-    grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, needs_rows, needs_bias
-):
+    grad_out, grad_lse, q, k, v, bias, mask, seed, out, lse, scale, dropout_p, offsets, natural_lse, needs_rows,
+    needs_bias,
+):  # fmt: skip
     rows = [torch.empty_like(t) if needs_rows else q.new_empty(0) for t in (q, k, v)]
     return (*rows, torch.empty_like(bias) if needs_bias else q.new_empty(0))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, bias, mask, seed, ctx.scale, ctx.dropout_p, ctx.offsets = inputs
+    q, k, v, bias, mask, seed, ctx.scale, ctx.dropout_p, ctx.offsets, ctx.natural_lse = inputs
     ctx.save_for_backward(q, k, v, bias, mask, seed, *output)
     ctx.set_materialize_grads(False)
 
@@ -148,7 +161,7 @@ def _backward(ctx, grad_out, grad_lse):
     needs = ctx.needs_input_grad
     needs_rows, needs_bias = any(needs[:3]), needs[3]
     if grad_out is None and grad_lse is None:
-        return (None,) * 9
+        return (None,) * 10
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     grads = _backward_op(
         grad_out,
@@ -164,10 +177,11 @@ def _backward(ctx, grad_out, grad_lse):
         ctx.scale,
         ctx.dropout_p,
         ctx.offsets,
+        ctx.natural_lse,
         needs_rows,
         needs_bias,
     )
-    return (*(g if need else None for g, need in zip(grads, needs)), *(None,) * 5)
+    return (*(g if need else None for g, need in zip(grads, needs)), *(None,) * 6)
 
 
 def _no_double_backward(ctx, *grads):
@@ -191,7 +205,7 @@ def _register(name: str, schema: str, implementation, fake, backward, setup_cont
 
 _LIBRARY = torch.library.Library("megafold", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? seed"
-_OPTIONS = "float scale, float dropout_p, int[] offsets"
+_OPTIONS = "float scale, float dropout_p, int[] offsets, bool natural_lse"
 _backward_op = _register(
     "evoflash3d_backward",
     f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool needs_rows, "

@@ -1,6 +1,6 @@
 """Backward kernels, without atomics; every sum has a fixed order.
 
-`delta_kernel`    row sums of out * d(out), and the log-sum-exp in base 2.
+`delta_kernel`    row sums of out * d(out); from a natural log-sum-exp also the one in base 2.
 `queries_kernel`  dq of a block of queries; the keys pass by.
 `keys_kernel`     dk and dv of a block of keys; the queries pass by, with transposed scores.
 `bias_kernel`     d(bias) of one tile over a chunk of rows, in registers; chunks are then summed in a fixed order.
@@ -28,9 +28,9 @@ def delta_kernel(
     out, grad_out, lse, grad_lse, delta, lse2,
     o_b, o_r, o_h, o_n, g_b, g_r, g_h, g_n, R, H, NQ, pitch,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-    WIDE: tl.constexpr,
+    NATURAL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over D of out * d(out), minus d(lse); lse2 = lse in base 2 (base e with WIDE), +inf without a key."""
+    """delta = sum over D of out * d(out), minus d(lse). NATURAL: also lse2, which the forward makes otherwise."""
     pid = tl.program_id(0)
     blocks = tl.cdiv(NQ, BLOCK)
     start = (pid % blocks) * BLOCK
@@ -40,14 +40,15 @@ def delta_kernel(
     g = load_tile(grad_out, b, r, h, start, g_b, g_r, g_h, g_n, NQ, D, BLOCK, BLOCK_D, False, False).to(tl.float32)
     n = start + tl.arange(0, BLOCK)
     total = tl.sum(o * g, 1)
-    log_sum_exp = tl.load(lse + item.to(tl.int64) * NQ + n, mask=n < NQ, other=0.0)
     if HAS_GRAD_LSE:
         total -= tl.load(grad_lse + item.to(tl.int64) * NQ + n, mask=n < NQ, other=0.0)
     tl.store(delta + item.to(tl.int64) * pitch + n, total, mask=n < NQ)
-    if not WIDE:
-        log_sum_exp *= LOG2E
-    log_sum_exp = tl.where(log_sum_exp == float("-inf"), float("inf"), log_sum_exp)
-    tl.store(lse2 + item.to(tl.int64) * pitch + n, log_sum_exp, mask=n < NQ)
+    if NATURAL:
+        log_sum_exp = tl.load(lse + item.to(tl.int64) * NQ + n, mask=n < NQ, other=0.0)
+        if not WIDE:
+            log_sum_exp *= LOG2E
+        log_sum_exp = tl.where(log_sum_exp == float("-inf"), float("inf"), log_sum_exp)
+        tl.store(lse2 + item.to(tl.int64) * pitch + n, log_sum_exp, mask=n < NQ)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold import triton_support
+from megafold.evoflash3d.api import statistics_pitch
 from megafold.evoflash3d.launch import Problem, as_like, hopper_kernels, options, output_like
 from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bias, load_tile, store_tile
 
@@ -16,11 +17,12 @@ from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bi
 def forward_kernel(
     q, k, v, bias, mask, seed, out, lse,
     q_b, q_r, q_h, q_n, k_b, k_r, k_h, k_n, v_b, v_r, v_h, v_n, o_b, o_r, o_h, o_n,
-    mask_b, mask_r, BIAS_ROWS, BIAS_COLUMNS,
+    mask_b, mask_r, BIAS_ROWS, BIAS_COLUMNS, pitch,
     R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_I queries. Blocks of queries are neighbours, so that they share K and V in
     the L2 cache; the bias is small enough to stay there."""
@@ -67,10 +69,16 @@ def forward_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     total = tl.where(total == 0.0, 1.0, total)
     store_tile(out, b, r, h, i_start, o_b, o_r, o_h, o_n, NQ, acc / total[:, None], D, BLOCK_I, BLOCK_D)
-    # Without a key the maximum, and so the log-sum-exp, is -inf.
     item = (b.to(tl.int64) * R + r) * H + h
-    # Times log(2), not over log2(e): a division in Triton is off by two units in the last place.
-    tl.store(lse + item * NQ + i, maximum + tl.log2(total) * LN2, mask=i < NQ)
+    if NATURAL or WIDE:
+        # Times log(2), not over log2(e): a division in Triton is off by two units in the last place.
+        value = maximum + tl.log2(total) * LN2
+    else:
+        value = maximum * LOG2E + tl.log2(total)
+    if not NATURAL:
+        # Without a key it is -inf, as the maximum is; +inf gives the backward exp(-inf) = 0 instead of NaN.
+        value = tl.where(value == float("-inf"), float("inf"), value)
+    tl.store(lse + item * pitch + i, value, mask=i < NQ)
 
 
 def launch_forward(
@@ -83,28 +91,33 @@ def launch_forward(
     scale: float,
     dropout_p: float,
     offsets: list[int],
+    natural_lse: bool = True,
     config: dict | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; arguments as `megafold.evoflash3d.api.evoflash3d` checks them.
 
     Args:
+        natural_lse: False: the log-sum-exp as the backward kernels read it, so that they need no copy of it.
         config: launch configuration instead of the table's: block_i, block_j, num_warps, num_stages, ...
 
     Returns:
-        out [B, R, H, Nq, D] in the dtype and memory order of q, lse [B, R, H, Nq] fp32.
+        out [B, R, H, Nq, D] in the dtype and memory order of q, and in fp32 the natural lse [B, R, H, Nq], -inf without
+        a key; or [B, R, H, pitch >= Nq] in base 2 (base e for fp32 inputs), +inf without a key.
     """
     out = output_like(q)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    pitch = q.shape[3] if natural_lse else statistics_pitch(q.shape[3])
+    lse = torch.empty((*q.shape[:3], pitch), dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k.shape[3] == 0:
-        return torch.zeros_like(q), lse.fill_(float("-inf"))
+        return torch.zeros_like(q), lse.fill_(float("-inf") if natural_lse else float("inf"))
     problem = Problem(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
     config = problem.config("forward") if config is None else config
     with triton_support.device_guard(q.device):
         if hopper := hopper_kernels(problem, config):
-            hopper.launch_forward(problem, out, lse, config["gluon"])
+            hopper.launch_forward(problem, out, lse, natural_lse, config["gluon"])
         else:
             programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
             forward_kernel[(programs,)](
-                **problem.arguments(config), out=out, lse=lse, **problem.strides("o", out), **options(config)
-            )
+                **problem.arguments(config), out=out, lse=lse, pitch=pitch, NATURAL=natural_lse,
+                **problem.strides("o", out), **options(config),
+            )  # fmt: skip
     return as_like(out, q), lse

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from megafold import triton_support
+from megafold.evoflash3d.api import statistics_pitch
 from megafold.evoflash3d.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
 from megafold.evoflash3d.launch import Problem, as_like, block_d, hopper_kernels, last_contiguous, options, output_like
 
@@ -28,6 +29,7 @@ def launch_backward(
     scale: float,
     dropout_p: float,
     offsets: list[int],
+    natural_lse: bool,
     needs_rows: bool,
     needs_bias: bool,
     configs: dict[str, dict] | None = None,
@@ -35,6 +37,7 @@ def launch_backward(
     """dq, dk, dv, d(bias); those not needed come back with no element.
 
     Args:
+        lse: as `launch_forward` gives it with the same `natural_lse`.
         configs: {"queries": ..., "keys": ..., "bias": ...} instead of the table's launch configurations.
     """
     none = [q.new_empty(0) for _ in range(4)]
@@ -46,12 +49,13 @@ def launch_backward(
         configs = {kernel: problem.config(kernel) for kernel in ("queries", "keys", "bias")}
     with triton_support.device_guard(q.device):
         grad_out = last_contiguous(grad_out)
-        own_delta = needs_rows and grad_lse is None and queries_make_delta(problem, configs["queries"], grad_out, out)
+        # A natural log-sum-exp was asked for, so it may have a gradient, and `delta_kernel` is needed for its base.
+        own_delta = needs_rows and not natural_lse and queries_make_delta(problem, configs["queries"], grad_out, out)
         if own_delta:
-            gradients = {"grad_out": grad_out, "out": out, "lse": lse} | empty_statistics(problem, lse)
+            gradients = {"grad_out": grad_out, "out": out, "lse2": lse, "delta": torch.empty_like(lse)}
             dq = query_gradient(problem, gradients, q, configs["queries"])
         else:
-            gradients = statistics(problem, grad_out, grad_lse, out, lse)
+            gradients = statistics(problem, grad_out, grad_lse, out, lse, natural_lse)
         # d(bias) before the keys: its partial sums are gone before the larger gradients are allocated.
         dbias = bias_gradient(problem, gradients, bias, configs["bias"]) if needs_bias else none[3]
         if not needs_rows:
@@ -63,7 +67,7 @@ def launch_backward(
 
 
 def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Tensor) -> bool:
-    """Whether the kernel of dq also makes lse2 and delta, so that d(out) and the output are not read once more."""
+    """Whether the kernel of dq also makes delta, so that d(out) and the output are not read once more."""
     own = config.get("gluon", {}).get("own_delta", False)
     return (
         own
@@ -72,27 +76,22 @@ def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Te
     )
 
 
-def empty_statistics(problem: Problem, lse: Tensor) -> dict[str, Tensor]:
-    """lse2 and delta [B, R, H, pitch >= NQ], fp32, to be filled."""
-    pitch = triton.cdiv(problem.NQ, 4) * 4  # rows of a multiple of 16 bytes
-    return {name: lse.new_empty((*lse.shape[:-1], pitch)) for name in ("lse2", "delta")}
-
-
 def statistics(
-    problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    problem: Problem, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, natural_lse: bool
 ) -> dict[str, Tensor]:
     """grad_out with what the backward kernels need for each query: lse2 and delta [B, R, H, pitch >= NQ], fp32."""
-    filled = empty_statistics(problem, lse)
+    delta = lse.new_empty((*lse.shape[:-1], statistics_pitch(problem.NQ)))
+    lse2 = torch.empty_like(delta) if natural_lse else lse
     block = 128 if problem.D <= 64 else 64
     out = last_contiguous(out)
     delta_kernel[(triton.cdiv(problem.NQ, block) * problem.B * problem.R * problem.H,)](
         out=out, grad_out=grad_out, lse=lse, grad_lse=lse if grad_lse is None else grad_lse.contiguous(),
-        **filled, **problem.strides("o", out), **problem.strides("g", grad_out),
-        R=problem.R, H=problem.H, NQ=problem.NQ, pitch=filled["delta"].shape[-1], D=problem.D,
+        delta=delta, lse2=lse2, **problem.strides("o", out), **problem.strides("g", grad_out),
+        R=problem.R, H=problem.H, NQ=problem.NQ, pitch=delta.shape[-1], D=problem.D,
         BLOCK_D=block_d(problem.D), BLOCK=block,
-        HAS_GRAD_LSE=grad_lse is not None, WIDE=problem.wide, num_warps=4,
+        HAS_GRAD_LSE=grad_lse is not None, NATURAL=natural_lse, WIDE=problem.wide, num_warps=4,
     )  # fmt: skip
-    return {"grad_out": grad_out} | filled
+    return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
 
 
 def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict) -> Tensor:

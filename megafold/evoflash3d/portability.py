@@ -55,6 +55,7 @@ class Case:
             "PRECISION": "tf32" if self.arch.startswith("sm") else "ieee",
             "TMA": tma,
             "WIDE": self.dtype == "fp32",
+            "NATURAL": False,
         }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         rows, columns = config["block_i"], config["block_j"]

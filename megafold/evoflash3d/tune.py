@@ -107,11 +107,11 @@ def _runners(
     q, k, v, g = (draw() for _ in range(4))
     bias = torch.randn(1, HEADS, length, length, device=device, dtype=dtype)
     arguments = (q, k, v, bias, None, None, head_dim**-0.5, 0.0, NO_OFFSETS)
-    out, lse = launch_forward(*arguments)
+    out, lse = launch_forward(*arguments, natural_lse=False)
     problem = Problem(*arguments)
-    shared = gradients.statistics(problem, g, None, out, lse)
+    shared = gradients.statistics(problem, g, None, out, lse, natural_lse=False)
     return {
-        "forward": lambda config: launch_forward(*arguments, config=config),
+        "forward": lambda config: launch_forward(*arguments, natural_lse=False, config=config),
         "queries": lambda config: gradients.query_gradient(problem, shared, q, config),
         "keys": lambda config: gradients.key_gradients(problem, shared, k, v, config),
         "bias": lambda config: gradients.bias_gradient(problem, shared, bias, config),

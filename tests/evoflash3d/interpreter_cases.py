@@ -5,6 +5,7 @@ it cannot compile. `test_evoflash3d_interpreter.py` runs it once in a process of
 """
 
 import json
+import math
 import os
 import sys
 
@@ -14,8 +15,8 @@ import torch
 
 from megafold.evoflash3d import reference
 from megafold.evoflash3d.forward import launch_forward
-from megafold.evoflash3d.gradients import launch_backward
-from megafold.evoflash3d.launch import Problem
+from megafold.evoflash3d.gradients import launch_backward, statistics
+from megafold.evoflash3d.launch import Problem, last_contiguous
 from megafold.testing import check_budget
 
 FP32, FP16 = torch.float32, torch.float16
@@ -29,6 +30,7 @@ CASES = {
     "fp16": (1, 2, 2, 32, 64, 32, FP16, FP16, True, 0.0, True, 32, 32),
     "fp16 with fp32 bias": (1, 2, 1, 33, 32, 64, FP16, FP32, False, 0.0, False, 32, 32),
     "single query": (1, 1, 1, 1, 3, 8, FP32, FP32, False, 0.0, False, 16, 16),
+    "fp16, odd length, an empty row": (1, 2, 2, 18, 33, 32, FP16, FP16, True, 0.0, False, 32, 32),
 }
 
 
@@ -53,9 +55,23 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     config = {"block_i": block_i, "block_j": block_j, "num_warps": 4, "num_stages": 1, "programs_per_sm": 2}
     configs = dict.fromkeys(("queries", "keys", "bias"), config)
 
-    out, lse = launch_forward(q, k, v, bias, mask, *options, config=config)
+    out, lse = launch_forward(q, k, v, bias, mask, *options, with_lse, config=config)
     grads = launch_backward(
-        g, grad_lse, q, k, v, bias, mask, seed, out, lse, *options[1:], True, bias is not None, configs=configs
+        g,
+        grad_lse,
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        seed,
+        out,
+        lse,
+        *options[1:],
+        with_lse,
+        True,
+        bias is not None,
+        configs=configs,
     )
     eager_out, _ = reference.chunked_forward(q, k, v, bias, mask, *options)
     eager_grads = reference.chunked_backward(g, grad_lse, q, k, v, bias, mask, seed, eager_out, *options[1:])
@@ -69,10 +85,15 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     exact = dict(zip(names, (exact_out, *exact_grads)))
     results = [[r.name, r.ok, r.detail] for r in check_budget(*triples, exact)]
     finite = torch.isfinite(exact_lse)
+    problem = Problem(q, k, v, bias, mask, *options)
+    if not with_lse:
+        held = statistics(problem, last_contiguous(g), None, out, lse, natural_lse=False)["lse2"]
+        results.append(["log-sum-exp", held is lse and lse.shape[-1] % 4 == 0, "held once, rows of 16 bytes"])
+        lse = lse[..., :queries] * (1.0 if dtype == FP32 else math.log(2.0))
+        lse = lse.masked_fill(lse == math.inf, -math.inf)
     close = torch.allclose(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
     results.append(["lse", close and bool((torch.isfinite(lse) == finite).all()), f"{int((~finite).sum())} empty"])
     if masked == "shared":
-        problem = Problem(q, k, v, bias, mask, *options)
         results.append(["mask in the bias", problem.mask is None, "kernels read no mask"])
     if masked:
         empty = all(bool((t[0, 0] == 0).all()) for t in (out, *grads[:3]))

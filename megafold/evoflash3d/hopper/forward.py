@@ -43,7 +43,7 @@ def load_partition(
 @gluon.jit
 def finish(
     out, lse, acc, maximum, total, o_n, start, NQ, head_dim,
-    D: gl.constexpr, PART: gl.constexpr, queries: gl.constexpr,
+    D: gl.constexpr, PART: gl.constexpr, NATURAL: gl.constexpr, queries: gl.constexpr,
 ):  # fmt: skip
     """Store out and the log-sum-exp; `out` and `lse` point to the row."""
     total = gl.where(total == 0.0, 1.0, total)
@@ -51,7 +51,12 @@ def finish(
     qd = gl.arange(0, D, gl.SliceLayout(0, queries))[None, :]
     i = start + qi
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, queries))
-    value = gl.convert_layout(maximum + gl.log2(total) * LN2, gl.SliceLayout(1, queries))
+    if NATURAL:
+        value = maximum + gl.log2(total) * LN2
+    else:
+        # Without a key the maximum is -inf; +inf gives the backward exp(-inf) = 0 instead of NaN.
+        value = gl.where(maximum == float("-inf"), float("inf"), maximum * LOG2E + gl.log2(total))
+    value = gl.convert_layout(value, gl.SliceLayout(1, queries))
     at = i[:, None].to(gl.int64) * o_n + qd
     gl.store(out + at, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=(i < NQ)[:, None] & (qd < head_dim))
     gl.store(lse + i, value, mask=i < NQ)
@@ -61,9 +66,10 @@ def finish(
 def product_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr,
     BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
+    NATURAL: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
-    out, lse, o_b, o_r, o_h, o_n, R, H, NQ, NK, head_dim, scale, items = work
+    out, lse, o_b, o_r, o_h, o_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = BLOCK_I // PARTS
     ROW: gl.constexpr = GROUP // PARTS
@@ -118,19 +124,22 @@ def product_partition(
         if r < R:
             b64, r64, h64 = b.to(gl.int64), r.to(gl.int64), h.to(gl.int64)
             out_row = out + b64 * o_b + r64 * o_r + h64 * o_h
-            lse_row = lse + ((b64 * R + r) * H + h) * NQ
-            finish(out_row, lse_row, acc, maximum, total, o_n, i_start, NQ, head_dim, D, PART, queries)
+            lse_row = lse + ((b64 * R + r) * H + h) * pitch
+            finish(out_row, lse_row, acc, maximum, total, o_n, i_start, NQ, head_dim, D, PART, NATURAL, queries)
         count += 1  # noqa: SIM113 - no enumerate here
 
 
 @gluon.jit
 def forward_kernel_sm90(
     q, k, v, bias, out, lse,
-    o_b, o_r, o_h, o_n, R, H, NQ, NK, BIAS_ROWS, head_dim, scale, items,
+    o_b, o_r, o_h, o_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
+    NATURAL: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q, k, v [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]."""
+    """Descriptors: q, k, v [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns].
+
+    NATURAL: lse in base e, -inf without a key; otherwise in base 2, +inf without a key."""
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
@@ -146,12 +155,12 @@ def forward_kernel_sm90(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=ROWS * PARTS)
     shared = (q_s, k_s, v_s, bias_s, q_ready, q_free, ready, free)
-    work = (out, lse, o_b, o_r, o_h, o_n, R, H, NQ, NK, head_dim, scale, items)
+    work = (out, lse, o_b, o_r, o_h, o_n, R, H, NQ, NK, head_dim, pitch, scale, items)
     loads = (q, k, v, bias, R, H, NQ, NK, BIAS_ROWS, items)
     if ROWS * PARTS == 1:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [1],
@@ -160,8 +169,8 @@ def forward_kernel_sm90(
     elif ROWS * PARTS == 2:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, 1],
@@ -170,10 +179,10 @@ def forward_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
-                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, WARPS, WARPS, 1],

@@ -21,20 +21,20 @@ from megafold.evoflash3d.launch import Problem, block_d
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def launch_forward(problem: Problem, out: Tensor, lse: Tensor, config: dict) -> None:
+def launch_forward(problem: Problem, out: Tensor, lse: Tensor, natural_lse: bool, config: dict) -> None:
     """Fill `out` and `lse`. config: rows, block, stages, registers (of a thread that multiplies), programs_per_sm."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
     forward_kernel_sm90[grid](
         **_inputs(problem, held, block),
         bias=_matrix(problem.bias, [held, block]), out=out, lse=lse, **problem.strides("o", out),
-        BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"],
-        head_dim=problem.D, **_common(problem, config),
+        NATURAL=natural_lse, pitch=lse.shape[-1], BIAS_ROWS=problem.bias.shape[2], items=items,
+        BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], head_dim=problem.D, **_common(problem, config),
     )  # fmt: skip
 
 
 def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, config: dict) -> None:
-    """Fill dq; when `gradients` has "out" and "lse", also its lse2 and delta."""
+    """Fill dq; when `gradients` has "out", also its delta."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
     own = "out" in gradients
@@ -42,8 +42,7 @@ def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, c
         **_inputs(problem, held, block),
         grad_out=_rows(problem, gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
         out=_rows(problem, gradients["out" if own else "grad_out"], held),
-        lse=gradients["lse" if own else "lse2"], OWN_DELTA=own,
-        lse2=gradients["lse2"], delta=gradients["delta"], dq=dq, **problem.strides("dq", dq),
+        OWN_DELTA=own, lse2=gradients["lse2"], delta=gradients["delta"], dq=dq, **problem.strides("dq", dq),
         BIAS_ROWS=problem.bias.shape[2], pitch=gradients["lse2"].shape[-1], items=items,
         BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], head_dim=problem.D,
         **_common(problem, config),

@@ -50,7 +50,7 @@ class HopperCase:
             "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
             "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
             "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
-            "OWN_DELTA": self.config.get("own_delta", False),
+            "OWN_DELTA": self.config.get("own_delta", False), "NATURAL": False,
         }  # fmt: skip
         signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
         for name, length in (("q", rows), ("grad_out", rows), ("out", rows), ("k", columns), ("v", columns)):

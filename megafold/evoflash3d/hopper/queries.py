@@ -53,7 +53,7 @@ def product_partition(
     OWN_DELTA: gl.constexpr,
 ):  # fmt: skip
     q_s, g_s, o_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
-    natural, lse2, delta2, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
+    lse2, delta2, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
     dtype: gl.constexpr = q_s.dtype
     PART: gl.constexpr = BLOCK_I // PARTS
     ROW: gl.constexpr = GROUP // PARTS
@@ -77,13 +77,8 @@ def product_partition(
         line = (b64 * R + r) * H + h
         stats = line * pitch + i_start + si
         inside = (i_start + si < NQ) & (r < R)
-        if OWN_DELTA:
-            lse = gl.load(natural + line * NQ + i_start + si, mask=inside, other=0.0) * LOG2E
-            # Without a key the log-sum-exp is -inf; its negative gives exp(-inf) = 0 instead of NaN.
-            lse = gl.where(lse == float("-inf"), float("inf"), lse)
-            gl.store(lse2 + stats, lse, mask=inside)
-        else:
-            lse = gl.load(lse2 + stats, mask=inside, other=0.0)
+        lse = gl.load(lse2 + stats, mask=inside, other=0.0)
+        if not OWN_DELTA:
             delta = gl.load(delta2 + stats, mask=inside, other=0.0)
         mbarrier.wait(q_ready, count & 1)
         q_tile = q_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
@@ -127,7 +122,7 @@ def product_partition(
 
 @gluon.jit
 def queries_kernel_sm90(
-    q, k, v, grad_out, out, bias, lse, lse2, delta, dq,
+    q, k, v, grad_out, out, bias, lse2, delta, dq,
     dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -135,7 +130,7 @@ def queries_kernel_sm90(
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) and the output [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns].
 
-    OWN_DELTA: read `out` and `lse` (base e) and write `lse2` and `delta`; otherwise these two are read."""
+    OWN_DELTA: read `out` and write `delta`, which is read otherwise."""
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     g_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
@@ -156,7 +151,7 @@ def queries_kernel_sm90(
     mbarrier.init(q_ready, count=1)
     mbarrier.init(q_free, count=ROWS * PARTS)
     shared = (q_s, g_s, o_s, k_s, v_s, bias_s, q_ready, q_free, ready, free)
-    work = (lse, lse2, delta, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items)
+    work = (lse2, delta, dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, pitch, scale, items)
     loads = (q, k, v, grad_out, out, bias, R, H, NQ, NK, BIAS_ROWS, items)
     if ROWS * PARTS == 1:
         gl.warp_specialize(
