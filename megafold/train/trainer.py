@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megafold.evopipe.expand import expand, is_compact
 from megafold.metrics.timing import Timer
+from megafold.train.offload import HostCopies
 from megafold.train.optimizer import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Trainer:
             foreach=None if on_gpu else False,
         )
         self.timer = Timer(self.device)
+        self._host = HostCopies(locks=on_gpu)
         self.steps = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -195,29 +197,30 @@ class Trainer:
         return bool(fails)
 
     def offload(self) -> None:
-        """Drop the gradients and move weights and optimizer state to host memory, to leave the device to another."""
+        """Drop the gradients and move weights and optimizer state to host memory, to leave the device to another.
+
+        Only the first call takes that memory, page-locked beside a GPU. On a CPU nothing moves.
+        """
         self.optimizer.zero_grad(set_to_none=True)
-        self._move("cpu")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        if self.device.type == "cpu":
+            return
+        self._host.save(self._resident())
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Bring weights and optimizer state back to the device after :meth:`offload`."""
-        self._move(self.device)
+        if self.device.type != "cpu":
+            self._host.restore([tensor for tensor in self._resident() if tensor.device.type == "cpu"], self.device)
 
     def persistent_bytes(self) -> int:
         """Bytes of weights, buffers, gradients (as large as the trained weights) and optimizer state after a step."""
-        kept = [*self.model.parameters(), *self.model.buffers(), *self.parameters]
-        kept += [value for state in self.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        kept = [*self._resident(), *self.parameters]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
-    def _move(self, device: torch.device | str) -> None:
-        self.model.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if torch.is_tensor(value):
-                    state[name] = value.to(device)
+    def _resident(self) -> list[Tensor]:
+        """What stays on the device from step to step, gradients left out; only ever longer."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
 
     def _autocast(self):
         if self.dtype == torch.float32:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafold.train import offload
 from megafold.train.optimizer import OptimizerSettings
 from megafold.train.trainer import Trainer
 
@@ -136,6 +137,38 @@ def test_offload_and_onload_change_no_result():
         assert found == expected
 
 
+def test_what_moves_keeps_its_numbers_and_its_identity_and_the_host_memory_is_taken_once(monkeypatch):
+    monkeypatch.setattr(offload, "BLOCK", 2 * offload.ALIGNMENT)
+    tensors = [torch.randn(5, 7), torch.randn(300).requires_grad_(), torch.tensor(3), torch.empty(0, 4)]
+    tensors += [torch.randn(6, 4).t(), torch.arange(9) > 4]
+    expected, copies, later = [tensor.detach().clone() for tensor in tensors], offload.HostCopies(locks=False), []
+    for turn in range(3):
+        before = [tensor.data_ptr() for tensor in tensors]
+        copies.save(tensors)
+        places = [tensor.data_ptr() for tensor in tensors]
+        assert not set(places) & set(before) - {0}
+        assert turn == 0 or places[: len(later)] == later
+        later = places
+        copies.restore(tensors, torch.device("cpu"))
+        assert not {tensor.data_ptr() for tensor in tensors} & set(places) - {0}
+        for tensor, wanted in zip(tensors, expected):
+            assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
+        tensors[1].data += 1
+        expected[1] += 1
+        tensors.append(torch.randn(2))  # the optimizer's state comes with the first step
+        expected.append(tensors[-1].clone())
+    assert tensors[1].requires_grad and tensors[1].is_leaf
+
+
+def test_host_memory_of_another_shape_is_taken_anew():
+    copies, tensors = offload.HostCopies(locks=False), [torch.randn(3), torch.randn(4)]
+    copies.save(tensors)
+    tensors[0] = torch.randn(6)
+    expected = tensors[0].clone()
+    copies.save(tensors)
+    assert torch.equal(tensors[0], expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_offload_frees_the_device_and_onload_continues():
@@ -144,5 +177,7 @@ def test_offload_frees_the_device_and_onload_continues():
         assert moves.step(_batch()).loss == stays.step(_batch()).loss
         moves.offload()
         state = [value for entry in moves.optimizer.state.values() for value in entry.values()]
-        assert {tensor.device.type for tensor in [*moves.model.parameters(), *state]} == {"cpu"}
+        moved = [*moves.model.parameters(), *state]
+        assert {tensor.device.type for tensor in moved} == {"cpu"} and all(tensor.is_pinned() for tensor in moved)
         moves.onload()
+        assert {tensor.device.type for tensor in moved} == {"cuda"}
