@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,6 +58,8 @@ class Shards:
 def make_mesh(dp: int, sp: int, device: str) -> DeviceMesh:
     """The 2-D mesh (dp, sp) over all ranks of the default process group; neighbours share a structure.
 
+    Its groups are connected when this returns: no communicator is made in a step, or while a graph is captured.
+
     Raises:
         ValueError: where dp * sp is not the number of ranks.
     """
@@ -64,4 +67,7 @@ def make_mesh(dp: int, sp: int, device: str) -> DeviceMesh:
 
     if dp * sp != dist.get_world_size():
         raise ValueError(f"dp={dp} times sp={sp} is not the number of ranks, {dist.get_world_size()}")
-    return init_device_mesh(device, (dp, sp), mesh_dim_names=("dp", "sp"))
+    mesh = init_device_mesh(device, (dp, sp), mesh_dim_names=("dp", "sp"))
+    for name in ("dp", "sp"):
+        dist.all_reduce(torch.zeros((), device=device), group=mesh.get_group(name))
+    return mesh

@@ -8,6 +8,7 @@ whether any rank had a gradient, since a parameter without one is left alone by 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -47,8 +48,10 @@ class GradientReducer:
         self._order: list[int] = []
         self._sent: list[tuple[list[int], Tensor, dist.Work]] = []
         self._arrange(list(reversed(range(len(self._parameters)))))
+        # By a weak reference: the garbage collector does not look into a tensor's hooks, and a reducer that its own
+        # parameters held would keep weights and gradients for ever.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._ready(index))
+            parameter.register_post_accumulate_grad_hook(_Hook(weakref.ref(self), index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._settled = False
@@ -128,3 +131,15 @@ class GradientReducer:
         dist.broadcast_object_list(told, src=0, group=self._group)
         self._arrange(told[0])
         self._settled = True
+
+
+class _Hook:
+    """Tells a reducer, as long as it is there, that a parameter has its gradient."""
+
+    def __init__(self, reducer: weakref.ref[GradientReducer], index: int) -> None:
+        self._reducer, self._index = reducer, index
+
+    def __call__(self, parameter: Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer._ready(self._index)

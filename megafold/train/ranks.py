@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 
 from megafold.errors import EXIT_BAD_INPUT, InputError
-from megafold.train.watch import EVERY_S, Watch
+from megafold.train.watch import EVERY_S, Watch, forget_failures
 
 _DEFAULTS = {
     # NVLink multicast needs privileges that a container may lack, and a communicator then fails to start.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # A collective that timed out ends its process at once: torch would wait a minute for a record of past collectives,
-    # and only then could the other ranks notice that this one is gone.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # After a collective that failed or timed out torch waits four times as long for a record of past collectives, by
+    # default a minute, before it ends the process, and only then could the other ranks notice that this one is gone.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
 }
 
 
@@ -116,6 +116,8 @@ class Membership:
             torch.cuda.set_device(device)
         # No device_id: torch would split the mesh's groups off this one, and torch (2.11 to 2.13 at least) dies of a
         # segmentation fault in that where the process has had a group before, as a worker with several points has.
+        if place.rank == 0:
+            forget_failures(store)
         self.watch = Watch(store, place.rank, place.size)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",

@@ -1,8 +1,10 @@
 """Ranks that end together: a thread a rank, beside whatever the rank is waiting in.
 
 A rank that raises leaves its error in the store that all ranks share; the others read it within seconds and end, also
-while they wait in a collective that will never come back. A rank that is killed leaves nothing: it stops counting, and
-the rank before it, which looks at its count, reports it. A store that is gone was on rank 0.
+while they wait in a collective that will never come back. A collective over NCCL that fails or times out ends its
+process from below, without an exception: the sign that torch leaves in the store before is read too. A rank that is
+killed leaves nothing: it stops counting, and the rank before it, which looks at its count, reports it. A store that is
+gone was on rank 0.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ EVERY_S = 1.0
 SILENT_S = 30.0
 EXIT_OTHER_RANK = 1
 _FAILED, _BEAT, _DONE = "failed", "beat", "done"
+# Where torch's NCCL groups leave the number of a rank on which a collective failed; without prefix, for all groups.
+_NCCL_FAILED = "exception_dump"
 
 
 class Watch:
@@ -28,6 +32,7 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, size: int, *, silent_s: float = SILENT_S) -> None:
         # A connection of its own: one that waits for a key would block the other user of it.
         self._store = store.clone() if hasattr(store, "clone") else store
+        self._base = _base(self._store)
         self._rank, self._size, self._silent_s = rank, size, silent_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -68,12 +73,16 @@ class Watch:
                 self._store.set(f"{_BEAT}/{self._rank}", str(beat))
                 if self._store.check([_FAILED]):
                     self._end(self._store.get(_FAILED).decode())
+                if self._base.check([_NCCL_FAILED]):
+                    number = int.from_bytes(self._base.get(_NCCL_FAILED), "little")
+                    line = f"rank {number}: a collective over NCCL failed or timed out; its output says which"
+                    self._end(self._tell(line) or line)
                 key = f"{_BEAT}/{after}"
                 count = self._store.get(key) if self._store.check([key]) else None
                 answered = time.monotonic()
             except RuntimeError as error:
                 if time.monotonic() - answered > self._silent_s and not self._over.is_set():
-                    self._end(f"rank 0, which holds the store, is gone ({_first_line(error)})")
+                    self._end(f"rank 0, which holds the store, is gone ({_first_line(error)}); its own output says why")
                 continue
             if count != seen or count is None or count == _DONE.encode():
                 seen, since = count, time.monotonic()
@@ -87,6 +96,20 @@ class Watch:
             return
         print(f"error: rank {self._rank} ends: {line}", file=sys.stderr, flush=True)
         os._exit(EXIT_OTHER_RANK)
+
+
+def forget_failures(store: dist.Store) -> None:
+    """Remove what a process group that failed before left in the store, where later groups would take it for theirs."""
+    base = _base(store)
+    if base.check([_NCCL_FAILED]):
+        base.delete_key(_NCCL_FAILED)
+
+
+def _base(store: dist.Store) -> dist.Store:
+    """The store below all prefixes."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,15 +18,18 @@ def _sweep(*settings: str):
     return load_sweep("sequence_parallel", size="demo", settings=[*TINY, "timeout_s=200", *settings])
 
 
-def test_two_ranks_through_the_launcher_give_one_record(tmp_path):
+def test_two_ranks_through_the_launcher_give_one_record_a_point(tmp_path):
     from cluster.batch import Layout, measure_batch
     from cluster.site import load_site
 
-    (comparison,) = _sweep("sp=2").comparisons
+    points = [entry.as_dict() for entry in _sweep("sp=2", "n_tokens=[9,8]").comparisons]
     layout = Layout(tmp_path)
-    (record,) = measure_batch(load_site("local"), layout, "sequence_parallel", "one", [comparison.as_dict()], MEGAFOLD)
+    # The second point has the workers of the first: in a process group of its own.
+    record, second = measure_batch(load_site("local"), layout, "sequence_parallel", "one", points, MEGAFOLD)
     logs = "\n".join(path.read_text() for path in Path(tmp_path).rglob("*.log"))
     assert (record.status, record.reason, record.evidence) == ("ok", "", "measured"), logs[-3000:]
+    assert (second.status, second.reason) == ("ok", ""), logs[-3000:]
+    assert len(list(Path(tmp_path).rglob("iteration-megafold-*.log"))) == 2, "a worker a rank"
     metrics = record.metrics
     assert metrics["sent"].value == pytest.approx(
         sum(metrics[f"sent_{kind}"].value for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"))

@@ -164,6 +164,49 @@ def test_a_silent_rank_is_noticed_where_nothing_else_tells(monkeypatch, tmp_path
         other._over.set()
 
 
+def test_a_time_out_of_nccl_is_told_to_all_ranks_and_forgotten_by_the_next_group(monkeypatch):
+    import torch.distributed as dist
+
+    from megafold.train import watch
+
+    told = []
+    monkeypatch.setattr(watch, "EVERY_S", 0.05)
+    monkeypatch.setattr(watch.Watch, "_end", lambda self, line: (told.append((self._rank, line)), self._over.set()))
+    base = dist.HashStore()
+    first = dist.PrefixStore("workers", dist.PrefixStore("first", base))
+    ranks = [watch.Watch(first, rank, 2) for rank in range(2)]
+    time.sleep(0.2)
+    assert told == []
+    base.set("exception_dump", b"\x01\x00\x00\x00")  # as torch's NCCL group does where a collective of rank 1 fails
+    for rank in ranks:
+        rank._thread.join(timeout=10)
+    assert {rank for rank, _ in told} == {0, 1}
+    assert all(line.startswith("rank 1: a collective over NCCL failed or timed out") for _, line in told)
+    second = dist.PrefixStore("second", base)
+    watch.forget_failures(second)
+    alone = watch.Watch(second, 0, 1)
+    time.sleep(0.3)
+    assert alone._thread.is_alive()
+    alone.finish()
+
+
+def test_a_group_on_gpus_is_not_bound_to_its_device(monkeypatch):
+    """torch splits the groups of a mesh off a bound one, and dies in that where the process had a group before."""
+    import torch.distributed as dist
+
+    from megafold.train.ranks import Membership
+
+    given = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.update(device=device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend))
+    member = Membership(dist.HashStore(), Place(0, 2, 0), torch.device("cuda", 0), timeout_s=5)
+    member.watch._over.set()
+    assert given["backend"] == "nccl" and given["device"].index == 0
+    assert given.get("device_id") is None
+    # A rank whose collective timed out ends within the minute in which all ranks do.
+    assert 4 * int(os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
+
+
 @pytest.mark.parametrize(
     ("environment", "place"),
     {
