@@ -227,8 +227,8 @@ def test_graph_capture_replays_on_new_data():
 
 @pytest.mark.parametrize("length", [200, 256, 384, 512])
 def test_memory_is_outputs_gradients_and_two_numbers_a_query(length):
-    """Alive at the peak beside the inputs: out, dq, dk, dv, d(bias); one log-sum-exp and delta; the bias padded (where
-    it must be) and transposed. N^2 bytes more, a mask, are what the leanest peer takes."""
+    """Alive at the peak beside the inputs: out, dq, dk, dv, d(bias); one log-sum-exp and delta; the bias padded, where
+    it must be, and on other devices than Hopper transposed."""
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
     q, k, v, cotangent = (torch.randn(1, length, 4, length, 32, device="cuda").to(BF16) for _ in range(4))
@@ -241,9 +241,9 @@ def test_memory_is_outputs_gradients_and_two_numbers_a_query(length):
     torch.autograd.grad(evoflash3d(*leaves), leaves, cotangent)
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     padded = -(-length // 128) * 128
-    copies = 2 * 4 * padded**2 * (1 if padded == length else 2)
+    copies = (padded > length) + (torch.cuda.get_device_capability() != (9, 0))
     two_numbers = 2 * 4 * (4 * length**2)  # fp32, 4 heads
-    assert peak <= 4 * q.nbytes + bias.nbytes + two_numbers + copies + length**2
+    assert peak <= 4 * q.nbytes + bias.nbytes + two_numbers + copies * 2 * 4 * padded**2
 
 
 def test_more_than_two_to_the_31_elements():

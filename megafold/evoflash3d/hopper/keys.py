@@ -26,7 +26,7 @@ def load_partition(
         for row in gl.static_range(ROWS):
             tma.async_copy_global_to_shared(k, [b, r + row, h, j_start, 0], kv_ready, k_s.index(row))
             tma.async_copy_global_to_shared(v, [b, r + row, h, j_start, 0], kv_ready, v_s.index(row))
-        bias_row = (b * H + h) * BIAS_ROWS + j_start
+        bias_row = (b * H + h) * BIAS_ROWS
         for i_start in range(0, NQ, BLOCK_I):
             stage = tile % STAGES
             bar = ready.index(stage)
@@ -39,7 +39,7 @@ def load_partition(
                 line = (b * R + r + row) * H + h
                 tma.async_copy_global_to_shared(lse2, [line, i_start], bar, lse_s.index(at))
                 tma.async_copy_global_to_shared(delta, [line, i_start], bar, delta_s.index(at))
-            tma.async_copy_global_to_shared(bias, [bias_row, i_start], bar, bias_s.index(stage))
+            tma.async_copy_global_to_shared(bias, [bias_row + i_start, j_start], bar, bias_s.index(stage))
             tile += 1
         count += 1  # noqa: SIM113 - no enumerate here
 
@@ -82,14 +82,15 @@ def product_partition(
             at = stage * ROWS + ROW
             q_tile, g_tile = q_s.index(at).reshape([BLOCK_I, D]), g_s.index(at).reshape([BLOCK_I, D])
             lse_tile, delta_tile = lse_s.index(at).reshape([BLOCK_I]), delta_s.index(at).reshape([BLOCK_I])
-            bias_tile = bias_s.index(stage).slice(AT, PART, 0)
+            bias_tile = bias_s.index(stage).slice(AT, PART, 1)
             mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
             for part in gl.static_range(BLOCK_I // STEP):
                 q_part, g_part = q_tile.slice(part * STEP, STEP, 0), g_tile.slice(part * STEP, STEP, 0)
                 s_async = warpgroup_mma(k_tile, q_part.permute((1, 0)), zero, use_acc=False, is_async=True)
                 dp_async = warpgroup_mma(v_tile, g_part.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_tile.slice(part * STEP, STEP, 0).load(per_query)[None, :]
-                y = widen(bias_tile.slice(part * STEP, STEP, 1).load(scores)) * LOG2E - lse
+                bias_part = bias_tile.slice(part * STEP, STEP, 0).permute((1, 0))  # transposed as it is loaded
+                y = widen(bias_part.load(scores)) * LOG2E - lse
                 s = warpgroup_mma_wait(1, [s_async])
                 p = gl.exp2(s * scale2 + y)
                 dv_acc = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), g_part, dv_acc, is_async=True)
@@ -118,14 +119,14 @@ def keys_kernel_sm90(
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the transposed padded bias [B * H * BIAS_ROWS, columns]; lse2 and
-    delta [B * R * H, NQ]."""
+    """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]; lse2 and delta
+    [B * R * H, NQ]."""
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     g_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     k_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
     v_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
-    bias_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_J, BLOCK_I], bias.layout)
+    bias_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_I, BLOCK_J], bias.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, BLOCK_I], lse2.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, BLOCK_I], lse2.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -53,13 +53,12 @@ def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: 
     """Fill dk and dv."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NK, config)
-    bias = problem.bias.transpose(-1, -2).contiguous()
     keys_kernel_sm90[grid](
         **_inputs(problem, block, held),
-        grad_out=_rows(problem, gradients["grad_out"], block), bias=_matrix(bias, [held, block]),
+        grad_out=_rows(problem, gradients["grad_out"], block), bias=_matrix(problem.bias, [block, held]),
         **_both_statistics(problem, gradients, block),
         dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
-        BIAS_ROWS=bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
+        BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
         head_dim=problem.D, **_common(problem, config),
     )  # fmt: skip
 

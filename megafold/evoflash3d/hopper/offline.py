@@ -55,7 +55,7 @@ class HopperCase:
         signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
         for name, length in (("q", rows), ("grad_out", rows), ("out", rows), ("k", columns), ("v", columns)):
             signature[name] = _descriptor([1, 1, 1, length, self.head_dim], self.dtype)
-        signature["bias"] = _descriptor([held, block], self.dtype)
+        signature["bias"] = _descriptor([rows, columns], self.dtype)
         statistics = {"forward": "*fp32:16", "queries": "*fp32:16"}.get(self.kernel, _descriptor([1, rows], "fp32"))
         signature |= dict.fromkeys(("lse2", "delta"), statistics) | dict.fromkeys(("lse", "dbias"), "*fp32:16")
         if self.kernel == "forward":
