@@ -38,7 +38,9 @@ class Context:
 class Session(Protocol):
     """A contender that is set up for one point. It is visited several times; between visits it leaves the device.
 
-    It may have `notes`, lines that a reader of its record has to know; they go into the provenance.
+    It may have `notes`, lines that a reader of its record has to know; they go into the provenance. It may have `stay`,
+    which ends a visit in place of `suspend` where nobody needs the memory that it keeps, and with it `memory`: "peak",
+    "held" by one who stays, and "device", in bytes, or None where that is not known.
     """
 
     def resume(self) -> None:

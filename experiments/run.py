@@ -24,6 +24,10 @@ from megafold.errors import InputError
 
 # A record with one of these is a result and is kept; the others are measured again.
 SETTLED = ("ok", "oom", "timeout", "unsupported")
+# For what the driver keeps for a process that holds nothing else.
+CONTEXT_BYTES = 1 << 30
+# An allocator that comes near the end of the device frees and takes memory again, which shows in times.
+SHARE_OF_DEVICE = 0.85
 
 
 def measure(
@@ -102,6 +106,7 @@ class _Run:
         self._points = {point.contender: point for point in points}
         self._live = list(self._points)
         self._hardware: dict[str, Any] = {}
+        self._memory: dict[Contender, Mapping[str, int] | None] = {}
         self._written: list[Record] = []
         self._started = now()
 
@@ -122,16 +127,25 @@ class _Run:
         for contender, reply in failed.items():
             self._settle(contender, reply)
         self._open()
-        for visit in range(protocol.visits):
+        for visit in range(1, protocol.visits + 1):
             for contender in list(self._live):
-                self._progress.say(f"{self._comparison.id}: {contender.name}, visit {visit + 1} of {protocol.visits}")
-                self._ask(contender, {"do": "visit", "warmup": protocol.warmup, "repeats": protocol.repeats})
+                self._progress.say(f"{self._comparison.id}: {contender.name}, visit {visit} of {protocol.visits}")
+                self._visit(contender, is_last=visit == protocol.visits)
                 self._progress.advance()
-        for contender in list(self._live):
+        return self._written
+
+    def _visit(self, contender: Contender, *, is_last: bool) -> None:
+        """Warm up and time; after the last visit comes the outcome, at once: a run that is ended keeps what it has."""
+        protocol = self._comparison.setting.protocol
+        others = [other for other in self._live if other != contender]
+        stays = not is_last and (not others or fits_together([self._memory.get(one) for one in self._live]))
+        command = {"do": "visit", "warmup": protocol.warmup, "repeats": protocol.repeats, "stays": stays}
+        reply = self._ask(contender, command)
+        self._memory[contender] = reply.get("memory")
+        if is_last and reply["status"] == "ok":
             reply = self._ask(contender, {"do": "close"})
             if reply["status"] == "ok":
                 self._settle(contender, reply)
-        return self._written
 
     def _open(self) -> None:
         """Set all contenders up: side by side, for none is timed yet; those that meet on several ranks in turn."""
@@ -187,6 +201,18 @@ class _Run:
         self._progress.say(f"{self._comparison.id}: {contender.name}: {record.status}{reason}")
 
 
+def fits_together(memories: Sequence[Mapping[str, int] | None]) -> bool:
+    """Whether each contender's peak fits the device beside what all others hold there between their visits.
+
+    Args:
+        memories: of each, as measured: "peak", "held" and "device" in bytes; None where that is not known.
+    """
+    if any(memory is None for memory in memories):
+        return False
+    held = sum(memory["held"] + CONTEXT_BYTES for memory in memories)
+    return all(memory["peak"] - memory["held"] + held <= SHARE_OF_DEVICE * memory["device"] for memory in memories)
+
+
 class _Progress:
     """A bar of visits on a terminal, plain lines elsewhere; both on standard error."""
 
@@ -213,14 +239,19 @@ class _Progress:
 
 
 def _unsettled(comparison: Comparison, records: Path, force: bool) -> list[Point]:
-    """What to measure: points without a result, and beside them those with a time, since a ratio needs one job."""
+    """What to measure: points without a result, and beside them those with a time, since a ratio needs one job.
+
+    Times of several jobs, left by one that was ended amidst, are no result.
+    """
     settled: dict[Point, str] = {}
+    jobs = set()
     for point in comparison.points:
         with suppress(InputError):  # missing, or broken: as good as missing
             present = read_record(record_path(records, point))
             if present.status in SETTLED and present.comparison_id == comparison.id:
                 settled[point] = present.status
-    if len(settled) == len(comparison.points) and not force:
+                jobs |= {present.provenance.get("started")} if present.status == "ok" else set()
+    if len(settled) == len(comparison.points) and len(jobs) <= 1 and not force:
         return []
     return [point for point in comparison.points if force or settled.get(point, "ok") == "ok"]
 

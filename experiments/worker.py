@@ -5,7 +5,8 @@ what was standard output (prints of libraries go to standard error, the log). En
 a measurement, and so does the death of the parent.
 
 Commands: `prepare` (import what takes long, find the device), `open` (set a point up, off the device), `visit` (warm
-up, time), `close` (metrics of all visits). Each ends with a reply that has "status"; replies without are signs of life.
+up, time; with `stays`, a session that can keeps its memory on the device), `close` (metrics of all visits). Each ends
+with a reply that has "status"; replies without are signs of life.
 """
 
 from __future__ import annotations
@@ -89,15 +90,22 @@ class Worker:
         marks.append(time.perf_counter())
         for repeat in range(command["warmup"] + command["repeats"]):
             sample = session.step()
+            marks.append(time.perf_counter())
             self._tell({"step": repeat})
             if repeat >= command["warmup"]:
                 for name, value in sample.items():
                     self._samples.setdefault(name, []).append(value)
-        marks.append(time.perf_counter())
-        session.suspend()
-        resumed, steps, suspended = (b - a for a, b in itertools.pairwise([*marks, time.perf_counter()]))
-        print(f"visit: resumed in {resumed:.1f} s, steps {steps:.1f} s, suspended in {suspended:.1f} s", flush=True)
-        return {}
+        # A session without `stay` leaves the device in any case.
+        leave = getattr(session, "stay", session.suspend) if command.get("stays") else session.suspend
+        leave()
+        memory = getattr(session, "memory", lambda: None)()
+        resumed, *steps, left = (b - a for a, b in itertools.pairwise([*marks, time.perf_counter()]))
+        each = " ".join(f"{seconds:.1f}" for seconds in steps)
+        print(
+            f"visit: resumed in {resumed:.1f} s, steps {sum(steps):.1f} s ({each}), suspended in {left:.1f} s",
+            flush=True,
+        )
+        return {"memory": memory}
 
     def _close(self, command: Mapping[str, Any]) -> dict[str, Any]:
         metrics = {name: asdict(metric) for name, metric in self._session.finish(self._samples).items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ TIMES = {
     "loader_wait": "until the loader hands over the batch",
 }
 CPU_PEAK = "peak resident memory of the process, libraries included"
-CPU_ABOVE = "peak resident memory less what was resident before, initial weights included, less persistent_memory"
+CPU_ABOVE = "peak resident memory less what was resident before the model was made, less persistent_memory"
 FAILURES = "alignments of the loss that the model gave up in a step, at most"
 COUNTS = {
     "launches": "kernels that the host launched in a profiled step, those inside graphs left out",
@@ -55,6 +54,9 @@ PERSISTENT = "weights, buffers, gradients and optimizer state"
 class IterationSession:
     """A model in a `Trainer`. Each visit starts from the same example and the same random state.
 
+    The model is made on the device at the first visit, and gone after the last: before and after, a contender holds
+    nothing that another could need.
+
     Args:
         context: the point, cache and device.
         prepare: changes the stock model in place, once; returns what the FLOP count needs to know of it, as keyword
@@ -67,28 +69,43 @@ class IterationSession:
     def __init__(self, context: Context, prepare: Callable[[torch.nn.Module, str], Mapping[str, bool]] | None = None):
         self._setting = setting = context.point.setting
         _check_supported(setting, context.point.contender, context.device)
-        self._device = context.device
+        self._device, self._prepare = context.device, prepare
         self._probe = MemoryProbe(context.device)
-        initial = _initial(setting.model, setting.seed)
-        self._before = _resident_bytes()  # with the initial weights, which stay for the next point
-        model = copy.deepcopy(initial)
-        # Moved first: torch.compile guards on where the weights are.
-        model.to(context.device)
-        self._flags = prepare(model, context.device) if prepare else {}
-        dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
-        self._trainer = Trainer(model, device=context.device, dtype=dtype)
+        self._trainer: Trainer | None = None
+        self._flags: Mapping[str, bool] = {}
         self._examples, self.notes = examples(setting, context.cache, context.device)
         self._batches: Iterator[Batch] = iter(())
-        self._step, self._seconds = 0, 0.0
+        self._visits, self._step, self._seconds = 0, 0, 0.0
+        self._before = self._parameters = self._held = self._reserved = 0
+        self._profiles = context.device != "cpu"
         self._activity: Activity | None = None
         if setting.workload == "as_published" or rollouts(setting.workload):
             self.notes = [*self.notes, f"workload {setting.workload}: {NAMED_WORKLOADS[setting.workload]}"]
+        if context.device != "cpu":  # makes the driver's context now, beside other contenders that are set up
+            torch.cuda.synchronize()
 
     def resume(self) -> None:
         """Weights and optimizer state onto the device, random state and examples from the start."""
+        if self._trainer is None:
+            self._trainer = self._build()
         self._trainer.onload()
         torch.manual_seed(self._setting.seed)
         self._step, self._batches = 0, self._examples()
+
+    def _build(self) -> Trainer:
+        setting = self._setting
+        import alphafold3_pytorch  # noqa: F401 (what it makes when it is imported belongs to the host)
+
+        self._before = _resident_bytes()
+        torch.manual_seed(setting.seed)  # before the same constructor on the same device: the same weights for all
+        with torch.device(self._device):  # at once where they stay: torch.compile guards on that
+            model = build_model(setting.model)
+        if self._prepare is not None:
+            self._flags = self._prepare(model, self._device)
+        dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+        trainer = Trainer(model, device=self._device, dtype=dtype)
+        self._parameters = sum(parameter.numel() for parameter in trainer.parameters)
+        return trainer
 
     def step(self) -> dict[str, float]:
         """One call of `Trainer.step`: seconds and bytes by name."""
@@ -101,6 +118,7 @@ class IterationSession:
             result = self._trainer.step(batch)
         peak = self._probe.peak(self._trainer.persistent_bytes())
         self._step, self._seconds = self._step + 1, result.seconds
+        self._reserved = max(self._reserved, peak.reserved or 0)
         flops = self._count(batch)
         if result.skipped:
             raise ArithmeticError(f"step {self._step}: the loss or the gradient norm is not finite")
@@ -120,22 +138,58 @@ class IterationSession:
         return sample | ({} if peak.reserved is None else {"reserved": float(peak.reserved)})
 
     def suspend(self) -> None:
-        """Weights and optimizer state to host memory, gradients and graphs dropped.
+        """Leave the device: gradients and graphs dropped, weights and optimizer state to host memory.
 
-        First, once, a profiled step; where the protocol has one step a visit, not of steps that take long.
+        After the last visit nothing is kept; first comes, once, a profiled step, so that nothing is timed after it.
+        Where the protocol has one step a visit, not one that takes long.
         """
-        is_worth_it = self._setting.protocol.repeats > 1 or self._seconds < SECONDS_TO_PROFILE
-        counts = self._device != "cpu" and is_worth_it
-        if counts and self._step and self._activity is None:
-            batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
-            try:
-                self._activity = count_activity(lambda: self._trainer.step(batch))
-            except torch.OutOfMemoryError:  # the profiler's own needs; what was timed has fitted
-                self.notes = [*self.notes, "launches and waits were not counted: out of memory under the profiler"]
-                self._activity = Activity(-1, -1, -1)
-        self._batches = iter(())
+        if self._trainer is None:  # before the first visit
+            return
+        self._end_visit()
         release_graphs(self._trainer.model)
-        self._trainer.offload()
+        if self._visits < self._setting.protocol.visits:
+            self._trainer.offload()
+            return
+        self._trainer = None
+        gc.collect()
+        self._empty_cache()
+
+    def stay(self) -> None:
+        """In place of `suspend` where all contenders fit together: only gradients go, and no graph is recorded anew."""
+        self._end_visit()
+
+    def memory(self) -> dict[str, int] | None:
+        """Bytes of the device that a visit takes at most and that are held by one who stays, and of all there are."""
+        if self._device == "cpu":
+            return None
+        return {"peak": self._reserved, "held": self._held, "device": torch.cuda.mem_get_info()[1]}
+
+    def _end_visit(self) -> None:
+        self._visits += 1
+        if self._visits == self._setting.protocol.visits:
+            self._profile()
+        self._batches = iter(())
+        self._trainer.optimizer.zero_grad(set_to_none=True)
+        self._empty_cache()
+        if self._device != "cpu":
+            self._held = torch.cuda.memory_reserved()
+
+    def _profile(self) -> None:
+        is_worth_it = self._setting.protocol.repeats > 1 or self._seconds < SECONDS_TO_PROFILE
+        if not (self._profiles and is_worth_it and self._step):
+            return
+        started = time.perf_counter()
+        batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
+        try:
+            self._activity = count_activity(lambda: self._trainer.step(batch))
+        except torch.OutOfMemoryError:  # the profiler's own needs; what was timed has fitted
+            self.notes = [*self.notes, "launches and waits were not counted: out of memory under the profiler"]
+        print(f"profiled step: {time.perf_counter() - started:.1f} s", flush=True)
+
+    def _empty_cache(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def finish(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
         """Times (s), memory (GiB), FLOPs, utilisation (%) and the loss of the last step."""
@@ -150,15 +204,14 @@ class IterationSession:
             metrics[name] = Metric(statistics.fmean(samples[name]), "FLOP", n=len(samples[name]))
         metrics |= self._utilisation(metrics)
         metrics |= self._counts(samples)
-        parameters = sum(parameter.numel() for parameter in self._trainer.parameters)
-        metrics["parameters"] = Metric(float(parameters), "1", definition="trained numbers of the model")
+        metrics["parameters"] = Metric(float(self._parameters), "1", definition="trained numbers of the model")
         metrics["loss"] = Metric(samples["loss"][-1], "dimensionless", definition="of the last step")
         return metrics
 
     def _counts(self, samples: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
         failures = samples["alignment_failures"]
         found = {"alignment_failures": Metric(max(failures), "1/step", n=len(failures), definition=FAILURES)}
-        if self._activity is not None and self._activity.launches >= 0:
+        if self._activity is not None:
             for name, count in asdict(self._activity).items():
                 found[f"host_{name}"] = Metric(float(count), "1/step", n=1, definition=COUNTS[name])
         return found
@@ -209,13 +262,6 @@ class IterationSession:
             **self._flags,
         )
         return IterationFlops(*(flops * batch["atom_inputs"].shape[0] for flops in one))
-
-
-@functools.lru_cache(maxsize=1)
-def _initial(name: str, seed: int) -> torch.nn.Module:
-    """A stock model on the CPU. The same seed before the same constructor: the same weights for all contenders."""
-    torch.manual_seed(seed)
-    return build_model(name)
 
 
 def megafold_preparation(contender: Contender, workload: str) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:

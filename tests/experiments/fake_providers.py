@@ -138,6 +138,30 @@ for _name in ("waits_for_two", "waits_for_two_too"):
     register_waiting(_name)
 
 
+class RoomySession(FakeSession):
+    """Tells what memory it takes (GiB: peak, held) of a device of 100, and can stay there."""
+
+    def __init__(self, context, peak: int, held: int) -> None:
+        super().__init__(context)
+        self._memory = {"peak": peak << 30, "held": held << 30, "device": 100 << 30}
+
+    def stay(self) -> None:
+        trace(f"stay {self._name} {os.getpid()}")
+
+    def memory(self) -> dict[str, int]:
+        return self._memory
+
+
+def register_roomy(name: str, peak: int, held: int) -> None:
+    @provider("kernel", f"fake_{name}", preload=())
+    def open_roomy(context):
+        return RoomySession(context, peak, held)
+
+
+for _name, _peak, _held in (("small", 20, 5), ("medium", 70, 8), ("large", 80, 8)):
+    register_roomy(_name, _peak, _held)
+
+
 @provider("kernel", "fake_does_not_open", preload=())
 def open_nothing(context):
     raise Unsupported("does not open")

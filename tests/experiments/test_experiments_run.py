@@ -42,6 +42,53 @@ def test_a_contender_leaves_the_device_before_the_next_is_visited(fakes, fake_co
     assert steps[4:] == ["visit good", "suspend good", "visit better", "suspend better"] * 2
 
 
+def ends_of_visits(trace, name: str) -> list[str]:
+    lines = [line.split() for line in trace.read_text().splitlines()]
+    return [what for what, who, _ in lines if who == name and what in ("stay", "suspend")][1:]  # the first: set up
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["small"], [["stay", "stay", "suspend"]]),  # nobody else needs the device
+        (["small", "medium"], [["suspend", "stay", "suspend"]] * 2),  # 70 + 5 + 1 of 85 GiB, and 1 for each driver
+        (["small", "large"], [["suspend", "suspend", "suspend"]] * 2),  # 80 + 5 + 2
+        (["small", "good"], [["suspend", "suspend", "suspend"]] * 2),  # one does not tell what it takes
+        (["good"], [["suspend", "suspend", "suspend"]]),
+    ],
+    ids=["alone", "fit", "do-not-fit", "unknown", "cannot-stay"],
+)
+def test_memory_stays_on_the_device_where_the_measured_peaks_fit_beside_it(
+    names, expected, fakes, fake_comparison, tmp_path
+):
+    records = run([fake_comparison(*names, visits=3)], tmp_path)
+    assert [record.status for record in records] == ["ok"] * len(names)
+    assert [ends_of_visits(fakes, name) for name in names] == expected
+
+
+def test_an_outcome_is_written_after_the_last_visit_and_not_with_that_of_the_others(fakes, fake_comparison, tmp_path):
+    comparison = fake_comparison("good", "hang", visits=1, timeout_s=600)
+    path = record_path(tmp_path / "records", comparison.points[0])
+    process = start(comparison, tmp_path)
+    wait_for(lambda: fakes.exists() and "visit hang" in fakes.read_text())
+    early = read_record(path)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert (early.status, early.comparison_id) == ("ok", comparison.id)
+    assert not record_path(tmp_path / "records", comparison.points[1]).exists()
+
+
+def test_times_of_two_jobs_are_no_result(fakes, fake_comparison, tmp_path):
+    comparison = fake_comparison("good", "better", "refuse")
+    good, _, refused = run([comparison], tmp_path)
+    # As a job leaves it that measured again and was ended amidst.
+    write_record(replace(good, provenance={**good.provenance, "started": "later"}), tmp_path / "records")
+    fakes.unlink()
+    again = run([comparison], tmp_path)
+    assert visits_in(fakes) == ["good", "better"] * 2 and again[2] == refused
+    assert again[0].provenance["started"] == again[1].provenance["started"] != "later"
+
+
 def test_contenders_are_set_up_side_by_side(fakes, fake_comparison, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     first, second = run([fake_comparison("waits_for_two", "waits_for_two_too")], tmp_path)
