@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run, start
 from megafold.evosp3d.triangle import project_attention
+from megafold.model import recompute
 from megafold.model.repeated import Repeated, once_and_copies
 
 if TYPE_CHECKING:
@@ -122,7 +123,11 @@ def pairformer(
     Between the layers a rank holds its rows of the single representation only.
     """
     total = single_repr.shape[1]
-    single_repr, pairwise_repr = type(self).forward(
-        self, single_repr=shards.narrow(single_repr, 1), pairwise_repr=pairwise_repr, mask=mask
-    )
+    self.__dict__[recompute.MOST_ROWS] = shards.block(total, 0)[1]
+    try:
+        single_repr, pairwise_repr = type(self).forward(
+            self, single_repr=shards.narrow(single_repr, 1), pairwise_repr=pairwise_repr, mask=mask
+        )
+    finally:
+        del self.__dict__[recompute.MOST_ROWS]
     return run(Gather(dim=1, total=total), single_repr, shards, "pairformer"), pairwise_repr

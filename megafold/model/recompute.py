@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 RECOMPUTES = "_megafold_recomputes"
 ADDS = "_megafold_adds"  # a layer that adds its output to a residual itself
 PREPARES = "_megafold_prepares"  # what a stack makes of its conditioning once, for all layers
+MOST_ROWS = "_megafold_most_rows"  # of pairs on any rank: what is computed again, and sent again, is one answer for all
 # From this many tokens on the Pairformer keeps one tensor for a group of blocks: a group is computed twice, then each
 # of its blocks again. 48 pair tensors of 2 GiB (N = 2048) fit no device beside a block at work; 6 + 8 do.
 GROUPED_FROM = 1536
 GROUP = 8
+# From this many tokens on also where a rank holds few rows of the pairs: the tensors of 48 blocks would be more than
+# half of what it needs (N = 2048 on 16 ranks: 6 of 11 GiB), so that memory would not fall with the number of ranks.
+ALWAYS_GROUPED_FROM = 2048
 # Elements of pairs (N = 724 of width 128) up to which the operands of a block's triangle updates are kept from its
 # forward, which a checkpoint runs right before its backward: four tensors of pairs in the dtype of products.
 KEPT_PAIRS = 1 << 26
@@ -164,7 +168,8 @@ def pairformer_blocks(
     Everything else, value residuals and recurrent depth take the stock way.
     """
     graphs = getattr(self, GRAPHS, None)
-    is_long = hasattr(self, RECOMPUTES) and _are_many(pairwise_repr)
+    rows, columns = pairwise_repr.shape[1:3]
+    is_long = hasattr(self, RECOMPUTES) and _are_many(getattr(self, MOST_ROWS, rows), columns)
     replays = graphs is not None and graphs.runs(single_repr, pairwise_repr)
     if not (is_long or replays) or self.add_value_residual or self.recurrent_depth > 1:
         stock_way = type(self).to_checkpointed_layers
@@ -185,9 +190,10 @@ def pairformer_blocks(
     return single_repr, pairwise_repr
 
 
-def _are_many(pairs: Tensor) -> bool:
-    """Whether a long structure's pairs are a large tensor; the rows of one rank of eight are not, for instance."""
-    rows, columns = pairs.shape[1:3]
+def _are_many(rows: int, columns: int) -> bool:
+    """Whether a long structure's pairs are a large tensor; the rows of one of eight ranks at N = 1536 are not."""
+    if columns >= ALWAYS_GROUPED_FROM:
+        return True
     return columns >= GROUPED_FROM and rows * columns * 8 > GROUPED_FROM**2
 
 

@@ -112,13 +112,48 @@ def test_a_gathered_operand_is_found(model, of_one_rank, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "grouped"),
-    [(1536, 1536, True), (768, 1536, True), (192, 1536, False), (1280, 1280, False), (128, 2048, False)],
-    ids=["one-device", "P=2", "P=8", "short", "N=2048-P=16"],
+    [
+        (1536, 1536, True),
+        (768, 1536, True),
+        (192, 1536, False),
+        (1280, 1280, False),
+        (128, 2048, True),
+        (48, 1536, False),
+    ],
+    ids=["one-device", "P=2", "P=8", "short", "N=2048-P=16", "P=32"],
 )
 def test_blocks_are_grouped_where_a_rank_holds_many_pairs(rows, columns, grouped):
     from megafold.model import recompute
 
-    assert recompute._are_many(torch.empty(1, rows, columns, 128, device="meta")) is grouped
+    assert recompute._are_many(rows, columns) is grouped
+
+
+@pytest.mark.parametrize("size", [2, 7, 8, 9, 16, 100, 2000])
+def test_all_ranks_group_blocks_or_none(size, monkeypatch):
+    """A group is computed once more, messages included, so a rank whose block is short must not leave it out."""
+    from megafold.evosp3d import single
+    from megafold.evosp3d.mesh import Shards
+    from megafold.model import recompute
+
+    answers = set()
+
+    class Stack:
+        def forward(self, *, single_repr, pairwise_repr, mask):
+            rows, columns = pairwise_repr.shape[1:3]
+            answers.add(recompute._are_many(getattr(self, recompute.MOST_ROWS, rows), columns))
+            return single_repr, pairwise_repr
+
+    monkeypatch.setattr(single, "run", lambda what, x, *rest: x)
+    for tokens in (1536, 1540, 1600, 2047, 2048, 3000):
+        answers.clear()
+        for rank in (0, size // 2, size - 1):
+            shards, stack = Shards(), Stack()
+            shards.rank, shards.size = rank, size
+            pairs = torch.empty(1, shards.block(tokens)[1], tokens, 1, device="meta")
+            tracks = {"single_repr": torch.empty(1, tokens, 1, device="meta"), "pairwise_repr": pairs}
+            single.pairformer(stack, **tracks, shards=shards)
+            assert recompute.MOST_ROWS not in stack.__dict__
+        assert len(answers) == 1, tokens
 
 
 def test_a_limit_on_memory_names_the_device_by_number(monkeypatch):
