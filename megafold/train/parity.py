@@ -1,8 +1,9 @@
 """Parity of real ranks with one device: `torchrun --nproc-per-node P -m megafold.train.parity`.
 
 Every way to write the number of ranks as dp x sp is tried, in float32 and, on GPUs, under bfloat16 autocast, dropout
-off, over the stock code and with EvoFlash-3D and EvoFusion. Each rank computes the reference itself, in float32 through
-the stock code, and the stock code's error under the same autocast, which the parallel run may double.
+off, over the stock code and with EvoFlash-3D and EvoFusion. Each rank computes the reference itself, once for all
+splits: in float32 through the stock code, and the stock code's error under the same autocast, which the parallel run
+may double.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import product
@@ -43,19 +45,29 @@ def check(
 
     ``plan``: what the ranks compute through (None: the stock code). Must be called by all ranks of the process group.
     """
-    references = on_one_device(model, batches, dist.get_world_size() // sp, autocast)
+    references = OneDevice(model, batches).gradients(dist.get_world_size() // sp, autocast)
     return against(references, model, batches, sp, autocast, plan)
 
 
-def on_one_device(
-    model: nn.Module, batches: Mapping[int, Mapping[str, Any]], dp: int, autocast: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of ``dp`` batches by name: in float32 through the stock code, and as it computes under ``autocast``."""
-    device = next(model.parameters()).device
-    exact = _mean([_gradients(model, batches[replica], replica, device, False) for replica in range(dp)])
-    if not autocast:
-        return exact, exact
-    return exact, _mean([_gradients(model, batches[replica], replica, device, True) for replica in range(dp)])
+class OneDevice:
+    """What one device computes of the batches of replicas 0, 1, ..., each computed when it is asked for, once."""
+
+    def __init__(self, model: nn.Module, batches: Mapping[int, Mapping[str, Any]]) -> None:
+        self._model, self._batches = model, batches
+        self._found: dict[tuple[int, bool], dict[str, Tensor]] = {}
+
+    def gradients(self, dp: int, autocast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Means over ``dp`` batches by name: in float32 through the stock code, and what it gives under autocast."""
+        exact = _mean([self._of(replica, False) for replica in range(dp)])
+        return exact, _mean([self._of(replica, True) for replica in range(dp)]) if autocast else exact
+
+    def _of(self, replica: int, autocast: bool) -> dict[str, Tensor]:
+        key = replica, autocast
+        if key not in self._found:
+            device = next(self._model.parameters()).device
+            self._found[key] = _gradients(self._model, self._batches[replica], replica, device, autocast)
+            self._model.zero_grad(set_to_none=True)
+        return self._found[key]
 
 
 def against(
@@ -66,7 +78,7 @@ def against(
     autocast: bool,
     plan: Plan | None,
 ) -> list[str]:
-    """As :func:`check`, with what :func:`on_one_device` gave."""
+    """As :func:`check`, with what :meth:`OneDevice.gradients` gave."""
     device, dp = next(model.parameters()).device, dist.get_world_size() // sp
     exact, stock = references
     parallel = copy.deepcopy(model)
@@ -143,12 +155,16 @@ def main() -> int:
     parser.add_argument("--overrides", type=json.loads, default={}, help="of the model's arguments, as JSON")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--sp", nargs="+", type=int, help="splits to check, by default all")
     given = parser.parse_args()
     place = find_place()
     if place is None:
         raise SystemExit("start several ranks with torchrun or srun")
     device = device_of(place, "auto")
-    failed = 0
+    splits = [sp for sp in range(1, place.size + 1) if place.size % sp == 0]
+    if given.sp is not None and not set(given.sp) <= set(splits):
+        parser.error(f"argument --sp: is {given.sp}; {place.size} ranks can be split into {splits}")
+    failed, began = 0, time.perf_counter()
     with joined(place, device, timeout_s=600):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         torch.manual_seed(0)
@@ -158,15 +174,16 @@ def main() -> int:
         for replica in range(place.size):
             batch = synthetic_batch(given.n_tokens, msa_depth=16, seed=replica, model_kwargs=kwargs)
             batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
-        splits = [sp for sp in range(1, place.size + 1) if place.size % sp == 0]
-        for dtype, sp in product(given.dtypes if device.type == "cuda" else ("fp32",), splits):
-            references = on_one_device(model, batches, place.size // sp, dtype == "bf16")
+        alone = OneDevice(model, batches)
+        for dtype, sp in product(given.dtypes if device.type == "cuda" else ("fp32",), given.sp or splits):
+            references = alone.gradients(place.size // sp, dtype == "bf16")
             for name in given.plans:
                 lines = against(references, model, batches, sp, dtype == "bf16", PLANS[name])
                 failed |= bool(lines)
                 if place.rank == 0:
                     what = f"dp {place.size // sp} x sp {sp}, {dtype}, {name}"
-                    print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])}", flush=True)
+                    after = f"({time.perf_counter() - began:.0f} s after the start)"
+                    print(f"{what}: {'ok' if not lines else '; '.join(lines[:3])} {after}", flush=True)
     return failed
 
 
