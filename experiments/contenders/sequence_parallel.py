@@ -2,9 +2,9 @@
 
 The trunk, the heads and the losses are split over `sp` ranks, structures over `dp` replicas. All ranks take the same
 example. `mode: emulated` runs rank 0, which has the longest blocks, on torch's fake process group: memory, compute time
-and bytes are those of a rank of the job, values are not, and nothing is waited for. A step on a short structure, which
-is not counted, comes first there: it compiles kernels and makes the optimizer's state, so that one step of a long
-structure is enough to know its peak.
+and bytes are those of a rank of the job, values are not, and nothing is waited for. There, and where nothing else comes
+before the first step that counts, a step on a short structure does: it compiles kernels and makes the optimizer's
+state, so that one step of a long structure is enough to know its peak.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from megafold.train.parallel import Parallel
 
 GIB = 2**30
+# What a worker keeps between points (workspaces of libraries): more is of an earlier point, and is told.
+KEPT_BYTES = 256 << 20
 # Bytes a second that a rank can send, one direction, by kind of link: for estimates, never for a measured time.
 BANDWIDTH = {
     "nvlink": (450e9, "NVLink 4 of an H100 or H200, one direction, as specified"),
@@ -129,13 +131,14 @@ class SequenceParallelSession:
         setting = self._setting
         import alphafold3_pytorch  # noqa: F401 (what it makes when it is imported belongs to the host)
 
+        self.notes = [*self.notes, *_left_behind(self._place)]
         torch.manual_seed(setting.seed)
         with self._place:
             model = build_model(setting.model)
         self._parallel = _parallel(setting, self._place, model, self._contender)
         dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
         self._trainer = Trainer(model, device=self._place, dtype=dtype, parallel=self._parallel)
-        if self._emulated:
+        if self._emulated or setting.protocol.warmup == 0:
             # Rows of a rank in multiples of 16, as long structures have: kernels are compiled for them.
             short = {"n_tokens": 16 * setting.sp, "msa_depth": min(setting.size("msa_depth"), 64)}
             batch = next(_with_few_templates(setting, **short)())
@@ -203,6 +206,12 @@ class SequenceParallelSession:
         store = PrefixStore(context.meeting, open_store(is_host=False))
         self._member = Membership(store, place, device, timeout_s=setting.protocol.timeout_s)
         return device
+
+
+def _left_behind(device: torch.device) -> list[str]:
+    """A note where the device holds memory before a point is there: its peak would count it."""
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return [f"peaks hold {held / GIB:.2f} GiB that were there before the model"] if held > KEPT_BYTES else []
 
 
 def _with_few_templates(setting: Setting, **sizes: int) -> Callable[[], Iterator[Batch]]:

@@ -74,3 +74,28 @@ def test_nothing_of_a_closed_point_stays_in_its_worker(outcome, monkeypatch):
 
 def _full(*_):
     raise torch.OutOfMemoryError("out of memory, as a device would say it")
+
+
+def test_what_an_earlier_point_left_on_the_device_is_told(monkeypatch):
+    from experiments.contenders.sequence_parallel import _left_behind
+
+    held = 0
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    assert _left_behind(torch.device("cuda")) == _left_behind(torch.device("cpu")) == []
+    held = 7 << 30
+    assert _left_behind(torch.device("cuda", 1)) == ["peaks hold 7.00 GiB that were there before the model"]
+    assert _left_behind(torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize(("mode", "warmup", "steps"), [("measured", 0, 2), ("measured", 1, 1), ("emulated", 1, 2)])
+def test_the_optimizer_has_its_state_before_a_peak_is_taken(mode, warmup, steps, monkeypatch):
+    """Steps of the trainer before and with the first one: a short one comes first where nothing warms up."""
+    from experiments.contenders.sequence_parallel import SequenceParallelSession
+    from experiments.providers import Context
+
+    setting = ["sp=1", f"mode={mode}", f"warmup={warmup}", "n_tokens=9"]
+    session = SequenceParallelSession(Context(_sweep(*setting).comparisons[0].points[0], None, "cpu"))
+    session.resume()
+    session.step()
+    assert session._trainer.steps == steps
+    session.close()
