@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -36,6 +38,9 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, d(bias); those not needed come back with no element.
 
+    d(bias), dq, and dk with dv do not depend on one another, so on Hopper each may start while the one before it ends.
+    Nothing that one of them uses is freed before the next is launched; a sum of chunks in between is waited for.
+
     Args:
         lse: as `launch_forward` gives it with the same `natural_lse`.
         configs: {"queries": ..., "keys": ..., "bias": ...} instead of the table's launch configurations.
@@ -60,10 +65,17 @@ def launch_backward(
         dbias = bias_gradient(problem, gradients, bias, configs["bias"]) if needs_bias else none[3]
         if not needs_rows:
             return (*none[:3], dbias)
+        beside = needs_bias and row_chunks(problem, gradients, configs["bias"])[0] == 1 and not fills_memory()
         if not own_delta:
-            dq = query_gradient(problem, gradients, q, configs["queries"])
-        dk, dv = key_gradients(problem, gradients, k, v, configs["keys"])
+            dq = query_gradient(problem, gradients, q, configs["queries"], beside)
+            beside = not fills_memory()
+        dk, dv = key_gradients(problem, gradients, k, v, configs["keys"], beside)
     return dq, dk, dv, dbias
+
+
+def fills_memory() -> bool:
+    """Whether PyTorch fills fresh memory: launches between kernels, so that none may start before the fill is seen."""
+    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Tensor) -> bool:
@@ -94,11 +106,13 @@ def statistics(
     return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
 
 
-def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict) -> Tensor:
-    """dq [B, R, H, NQ, D]."""
+def query_gradient(
+    problem: Problem, gradients: dict[str, Tensor], q: Tensor, config: dict, beside: bool = False
+) -> Tensor:
+    """dq [B, R, H, NQ, D]. beside: it does not depend on the kernel launched before, and may start before that ends."""
     dq = output_like(q)
     if hopper := hopper_kernels(problem, config, gradients):
-        hopper.launch_queries(problem, gradients, dq, config["gluon"])
+        hopper.launch_queries(problem, gradients, dq, config["gluon"], beside)
         return as_like(dq, q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     queries_kernel[(programs,)](
@@ -111,12 +125,12 @@ def query_gradient(problem: Problem, gradients: dict[str, Tensor], q: Tensor, co
 
 
 def key_gradients(
-    problem: Problem, gradients: dict[str, Tensor], k: Tensor, v: Tensor, config: dict
+    problem: Problem, gradients: dict[str, Tensor], k: Tensor, v: Tensor, config: dict, beside: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv [B, R, H, NK, D]."""
+    """dk and dv [B, R, H, NK, D]. beside: as for `query_gradient`."""
     dk, dv = output_like(k), output_like(v)
     if hopper := hopper_kernels(problem, config, gradients):
-        hopper.launch_keys(problem, gradients, dk, dv, config["gluon"])
+        hopper.launch_keys(problem, gradients, dk, dv, config["gluon"], beside)
         return as_like(dk, k), as_like(dv, v)
     programs = triton.cdiv(problem.NK, config["block_j"]) * problem.R * problem.H * problem.B
     keys_kernel[(programs,)](
@@ -128,21 +142,13 @@ def key_gradients(
 
 def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, config: dict) -> Tensor:
     """d(bias) [B, H, NQ, NK] in the dtype of the bias."""
-    if hopper := hopper_kernels(problem, config, gradients):
-        config = config["gluon"]
-        tiles = hopper.bias_tiles(problem, config)
-    else:
-        tiles = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.NK, config["block_j"])
-        tiles *= problem.B * problem.H
-    slots = config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)
-    rows_per_chunk = triton.cdiv(problem.R, chunk_count(tiles, slots, problem.R))
-    chunks = triton.cdiv(problem.R, rows_per_chunk)
+    chunks, rows_per_chunk = row_chunks(problem, gradients, config)
     shape = (problem.B, problem.H, problem.NQ, problem.NK)
     partial = bias.new_empty((chunks, *shape), dtype=torch.float32 if chunks > 1 else bias.dtype)
-    if hopper:
-        hopper.launch_bias(problem, gradients, partial, rows_per_chunk, config)
+    if hopper := hopper_kernels(problem, config, gradients):
+        hopper.launch_bias(problem, gradients, partial, rows_per_chunk, config["gluon"])
     else:
-        bias_kernel[(tiles * chunks,)](
+        bias_kernel[(_bias_tiles(problem, config) * chunks,)](
             **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
             B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
         )  # fmt: skip
@@ -150,6 +156,24 @@ def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, 
     return as_like(result, bias)
 
 
+def row_chunks(problem: Problem, gradients: dict[str, Tensor], config: dict) -> tuple[int, int]:
+    """Number of chunks of rows whose sums of d(bias) are made apart, and rows in each but the last."""
+    if hopper := hopper_kernels(problem, config, gradients):
+        config = config["gluon"]
+        tiles = hopper.bias_tiles(problem, config)
+    else:
+        tiles = _bias_tiles(problem, config)
+    slots = config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)
+    rows_per_chunk = triton.cdiv(problem.R, chunk_count(tiles, slots, problem.R))
+    return triton.cdiv(problem.R, rows_per_chunk), rows_per_chunk
+
+
+def _bias_tiles(problem: Problem, config: dict) -> int:
+    tiles = triton.cdiv(problem.NQ, config["block_i"]) * triton.cdiv(problem.NK, config["block_j"])
+    return tiles * problem.B * problem.H
+
+
+@functools.lru_cache(maxsize=1024)
 def chunk_count(tiles: int, slots: int, rows: int) -> int:
     """Number of chunks of rows that loses least time to a part-filled last wave of programs; fewer when equal.
 

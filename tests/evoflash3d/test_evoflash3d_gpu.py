@@ -343,6 +343,49 @@ def test_the_hopper_kernel_of_dq_makes_delta(hopper_launches, monkeypatch, shape
     assert hopper_launches[-3:] == ["queries", "bias", "keys"]
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "graph"])
+@pytest.mark.parametrize("own_delta", [False, True], ids=["delta kernel", "own delta"])
+@pytest.mark.parametrize(
+    "shape", [(1, 9, 4, 384, 384, 32), (1, 512, 4, 512, 512, 32), (2, 3, 4, 200, 130, 64)], ids=str
+)
+def test_kernels_of_the_backward_beside_one_another_give_the_same_bits(
+    hopper_launches, monkeypatch, shape, own_delta, captured
+):
+    """Also what runs afterwards sees all of them done: each result is copied at once."""
+    torch.use_deterministic_algorithms(False)
+    inputs = draw(shape, BF16) | {"bias": torch.randn(*shape[:1], shape[2], *shape[3:5], device="cuda").to(BF16)}
+    leaves = {n: t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for n, t in inputs.items()}
+    cotangent = draw(shape, BF16, seed=1)["q"]
+    table = Problem.config
+
+    def step(overlap):
+        def config(problem, kernel):
+            found = table(problem, kernel)
+            if "gluon" not in found:
+                return found
+            return found | {"gluon": found["gluon"] | {"overlap": overlap, "own_delta": own_delta}}
+
+        monkeypatch.setattr(Problem, "config", config)
+        grads = torch.autograd.grad(evoflash3d(**leaves), list(leaves.values()), cotangent)
+        return [t.clone() for t in grads]
+
+    one_by_one = step(False)
+    if captured:
+        step(True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            beside = step(True)
+        for _ in range(20):
+            for tensor in beside:
+                tensor.zero_()
+            graph.replay()
+            assert all(map(torch.equal, beside, one_by_one))
+    else:
+        assert all(all(map(torch.equal, step(True), one_by_one)) for _ in range(20))
+    assert hopper_launches
+
+
 def test_hopper_kernels_with_a_mask_that_all_rows_share(hopper_launches):
     inputs = draw((2, 3, 4, 97, 97, 32), BF16) | {"bias": torch.randn(2, 4, 97, 97, device="cuda").to(BF16)}
     mask = torch.rand(2, 1, 97, device="cuda") > 0.3

@@ -6,7 +6,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from megafold.evoflash3d.hopper.common import LOG2E, thread_barrier, widen
+from megafold.evoflash3d.hopper.common import (
+    LOG2E,
+    launch_dependents,
+    thread_barrier,
+    wait_for_the_kernel_before,
+    widen,
+)
 
 
 @gluon.jit
@@ -94,9 +100,11 @@ def product_partition(
             x_1 = load_bias(pointer, BIAS_COLUMNS, KEEP_16, i, j + STEP)
             total_1 = gl.zeros([PART, STEP], gl.float32, scores)
         first = chunk * rows_per_chunk
-        for _r in range(first, gl.minimum(first + rows_per_chunk, R)):
-            stage = tile % STAGES
-            mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+        rows = gl.minimum(rows_per_chunk, R - first)
+        # One number counts the rows and the tiles: registers are so short that a second one is spilled.
+        for at in range(tile, tile + rows):
+            stage = at % STAGES
+            mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
             q_tile = q_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
             g_tile = g_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
             k_tile = k_s.index(stage).reshape([BLOCK_J, D])
@@ -114,7 +122,7 @@ def product_partition(
                 )  # fmt: skip
             thread_barrier()
             mbarrier.arrive(free.index(stage), count=1)
-            tile += 1
+        tile += rows
         base = dbias + (chunk.to(gl.int64) * (B * H) + bh) * NQ * NK + i.to(gl.int64) * NK
         gl.store(base + j, total_0.to(dbias.dtype.element_ty), mask=(i < NQ) & (j < NK))
         if STEP == 32:
@@ -127,9 +135,12 @@ def bias_kernel_sm90(
     B, R, H, NQ, NK, BIAS_ROWS, BIAS_COLUMNS, rows_per_chunk, scale, items,
     D: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr,
     WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) [B, R, H, N, D]; lse2, delta [B * R * H, NQ]. The padded bias, [B * H * BIAS_ROWS,
     BIAS_COLUMNS], is read once a tile."""
+    if OVERLAP:
+        launch_dependents()
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_I, D], q.layout)
     g_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_I, D], q.layout)
@@ -176,3 +187,5 @@ def bias_kernel_sm90(
             [WARPS, WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
         )
+    if OVERLAP:
+        wait_for_the_kernel_before()

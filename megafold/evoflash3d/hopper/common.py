@@ -5,15 +5,21 @@ of these kernels some groups of warps multiply, out of step with each other, and
 `ROWS` rows, which share the tiles of the bias, have `PARTS` groups of `WARPS` warps each; a warp holds 16 queries (or
 keys) of its row. Operands that stay for a whole loop are held in registers, since a product that reads both from shared
 memory is bound by it. `STEP` columns of scores go through a product at once: 32 where that saves registers.
+
+With `OVERLAP` a kernel of the backward takes the multiprocessors that the one before it leaves idle in its last wave:
+each lets its successor start at once, and waits for its predecessor only when its own work is done. None of them reads
+what another of them writes; that a kernel has ended still means that all before it have, as later work expects.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton 3.7 renamed it.
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+launch_dependents, wait_for_the_kernel_before = gdc_launch_dependents, gdc_wait
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 

@@ -63,10 +63,16 @@ def finish(
 
 
 @gluon.jit
+def shares(p, PART: gl.constexpr, STEP: gl.constexpr):
+    """[PART, 4]: of each row the sum of what each of its four threads holds, so that no thread asks another."""
+    return gl.sum(gl.sum(p.reshape([PART, STEP // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr,
     BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
-    NATURAL: gl.constexpr,
+    NATURAL: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     q_s, k_s, v_s, bias_s, q_ready, q_free, ready, free = shared
     out, lse, o_b, o_r, o_h, o_n, R, H, NQ, NK, head_dim, pitch, scale, items = work
@@ -91,7 +97,7 @@ def product_partition(
         q_tile = q_s.index(ROW).reshape([BLOCK_I, D]).slice(AT, PART, 0).load(left)
         acc = gl.zeros([PART, D], gl.float32, queries)
         maximum = gl.full([PART], float("-inf"), gl.float32, per_query)
-        total = gl.zeros([PART], gl.float32, per_query)
+        total = shares(zero, PART, STEP) if SHARES else gl.zeros([PART], gl.float32, per_query)
         thread_barrier()
         mbarrier.arrive(q_free, count=1)
         for _j_start in range(0, NK, BLOCK_J):
@@ -111,7 +117,11 @@ def product_partition(
                 safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) * LOG2E
                 p = gl.exp2(x * LOG2E - safe[:, None])
                 alpha = gl.exp2(maximum * LOG2E - safe)
-                total = total * alpha + gl.sum(p, 1)
+                if SHARES:
+                    shrink = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+                    total = total * shrink[:, None] + shares(p, PART, STEP)
+                else:
+                    total = total * alpha + gl.sum(p, 1)
                 maximum = new_maximum
                 acc = acc * gl.convert_layout(alpha, per_line)[:, None]
                 p = gl.convert_layout(p.to(dtype), operand)
@@ -121,6 +131,8 @@ def product_partition(
             thread_barrier()
             mbarrier.arrive(free.index(stage), count=1)
             tile += 1
+        if SHARES:
+            total = gl.convert_layout(gl.sum(total, 1), per_query)
         if r < R:
             b64, r64, h64 = b.to(gl.int64), r.to(gl.int64), h.to(gl.int64)
             out_row = out + b64 * o_b + r64 * o_r + h64 * o_h
@@ -135,11 +147,12 @@ def forward_kernel_sm90(
     o_b, o_r, o_h, o_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
-    NATURAL: gl.constexpr,
+    NATURAL: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns].
 
-    NATURAL: lse in base e, -inf without a key; otherwise in base 2, +inf without a key."""
+    NATURAL: lse in base e, -inf without a key; otherwise in base 2, +inf without a key. SHARES: each
+    thread sums up the probabilities that it holds, and rows are added up at the end."""
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES * ROWS, 1, 1, 1, BLOCK_J, D], k.layout)
@@ -160,7 +173,10 @@ def forward_kernel_sm90(
     if ROWS * PARTS == 1:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [1],
@@ -169,8 +185,14 @@ def forward_kernel_sm90(
     elif ROWS * PARTS == 2:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, 1],
@@ -179,10 +201,22 @@ def forward_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
-                (product_partition, (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
-                (product_partition, (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
-                (product_partition, (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL)),
+                (
+                    product_partition,
+                    (shared, work, 0, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 1, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 2, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
+                (
+                    product_partition,
+                    (shared, work, 3, D, ROWS, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, NATURAL, SHARES),
+                ),
                 (load_partition, (shared, loads, ROWS, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, WARPS, WARPS, 1],

@@ -28,13 +28,16 @@ def launch_forward(problem: Problem, out: Tensor, lse: Tensor, natural_lse: bool
     forward_kernel_sm90[grid](
         **_inputs(problem, held, block),
         bias=_matrix(problem.bias, [held, block]), out=out, lse=lse, **problem.strides("o", out),
-        NATURAL=natural_lse, pitch=lse.shape[-1], BIAS_ROWS=problem.bias.shape[2], items=items,
+        NATURAL=natural_lse, SHARES=config.get("shares", False), pitch=lse.shape[-1],
+        BIAS_ROWS=problem.bias.shape[2], items=items,
         BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], head_dim=problem.D, **_common(problem, config),
     )  # fmt: skip
 
 
-def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, config: dict) -> None:
-    """Fill dq; when `gradients` has "out", also its delta."""
+def launch_queries(
+    problem: Problem, gradients: dict[str, Tensor], dq: Tensor, config: dict, beside: bool = False
+) -> None:
+    """Fill dq; when `gradients` has "out", also its delta. beside: start before the kernel launched before ends."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
     own = "out" in gradients
@@ -45,12 +48,14 @@ def launch_queries(problem: Problem, gradients: dict[str, Tensor], dq: Tensor, c
         OWN_DELTA=own, lse2=gradients["lse2"], delta=gradients["delta"], dq=dq, **problem.strides("dq", dq),
         BIAS_ROWS=problem.bias.shape[2], pitch=gradients["lse2"].shape[-1], items=items,
         BLOCK_I=held, BLOCK_J=block, ROWS=config["rows"], head_dim=problem.D,
-        **_common(problem, config),
+        **_common(problem, config), **_overlap(config, beside),
     )  # fmt: skip
 
 
-def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: Tensor, config: dict) -> None:
-    """Fill dk and dv."""
+def launch_keys(
+    problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: Tensor, config: dict, beside: bool = False
+) -> None:
+    """Fill dk and dv. beside: as for `launch_queries`."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NK, config)
     keys_kernel_sm90[grid](
@@ -59,7 +64,7 @@ def launch_keys(problem: Problem, gradients: dict[str, Tensor], dk: Tensor, dv: 
         **_both_statistics(problem, gradients, block),
         dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv),
         BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
-        head_dim=problem.D, **_common(problem, config),
+        head_dim=problem.D, **_common(problem, config), **_overlap(config, beside),
     )  # fmt: skip
 
 
@@ -74,7 +79,7 @@ def launch_bias(
         grad_out=_rows(problem, gradients["grad_out"], held), **_both_statistics(problem, gradients, held),
         bias=problem.bias, dbias=partial, B=problem.B,
         BIAS_ROWS=problem.bias.shape[2], BIAS_COLUMNS=problem.bias.shape[3], rows_per_chunk=rows_per_chunk, items=items,
-        BLOCK_I=held, BLOCK_J=block, **_common(problem, config),
+        BLOCK_I=held, BLOCK_J=block, **_common(problem, config), **_overlap(config, beside=False),
     )  # fmt: skip
 
 
@@ -95,6 +100,12 @@ def _common(problem: Problem, config: dict) -> dict[str, object]:
         "PARTS": config["parts"], "D": block_d(problem.D),
         "num_warps": config["warps"],
     }  # fmt: skip
+
+
+def _overlap(config: dict, beside: bool) -> dict[str, bool]:
+    """OVERLAP: the table's "overlap", what a kernel does for its neighbours; launch_pdl: it need not wait to start."""
+    overlap = config.get("overlap", False)
+    return {"OVERLAP": overlap, "launch_pdl": overlap and beside}
 
 
 def _work(problem: Problem, length: int, config: dict) -> tuple[int, tuple[int]]:

@@ -20,6 +20,14 @@ KERNELS = {
     "keys": keys_kernel_sm90,
     "bias": bias_kernel_sm90,
 }
+CHOICES = {
+    "forward": ({"shares": False}, {"shares": True}),
+    "queries": ({"own_delta": False, "overlap": True}, {"own_delta": True, "overlap": False}),
+    "keys": ({"overlap": True},),
+    "bias": ({"overlap": True},),
+}
+"""What a table may choose beside sizes, compiled whether or not it does."""
+
 TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
@@ -34,7 +42,7 @@ class HopperCase:
     arch: str = "sm_90"
 
     def __str__(self) -> str:
-        own = "-own-delta" if self.config.get("own_delta") else ""
+        own = "".join(f"-{name}" for name in ("own_delta", "shares") if self.config.get(name))
         return f"sm_90-hopper-{self.kernel}-{self.dtype}-D{self.head_dim}-{self.config['block']}{own}"
 
     def compile(self) -> OfflineKernel:
@@ -51,6 +59,7 @@ class HopperCase:
             "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
             "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
             "OWN_DELTA": self.config.get("own_delta", False), "NATURAL": False,
+            "SHARES": self.config.get("shares", False), "OVERLAP": self.config.get("overlap", False),
         }  # fmt: skip
         signature = {"scale": "fp32", "items": "i32", "head_dim": "i32:16", "rows_per_chunk": "i32"}
         for name, length in (("q", rows), ("grad_out", rows), ("out", rows), ("k", columns), ("v", columns)):
@@ -81,8 +90,8 @@ def cases(full: bool = False) -> Iterator[HopperCase]:
             for length, config in by_length.items():
                 if "gluon" not in config or not (full or length == "1024"):
                     continue
-                for own in (False, True) if kernel == "queries" else (False,):
-                    given = config["gluon"] | ({"own_delta": own} if kernel == "queries" else {})
+                for choice in CHOICES[kernel]:
+                    given = config["gluon"] | choice
                     case = HopperCase(kernel, "bf16", int(dim[1:]), given)
                     key = (str(case), tuple(sorted(case.config.items())))
                     if key not in seen:

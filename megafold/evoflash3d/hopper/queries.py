@@ -9,7 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from megafold.evoflash3d.hopper.common import LOG2E, item_of, thread_barrier, widen
+from megafold.evoflash3d.hopper.common import (
+    LOG2E,
+    item_of,
+    launch_dependents,
+    thread_barrier,
+    wait_for_the_kernel_before,
+    widen,
+)
 
 
 @gluon.jit
@@ -126,11 +133,13 @@ def queries_kernel_sm90(
     dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, BIAS_ROWS, head_dim, pitch, scale, items,
     D: gl.constexpr, ROWS: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
     STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
-    OWN_DELTA: gl.constexpr,
+    OWN_DELTA: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) and the output [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns].
 
     OWN_DELTA: read `out` and write `delta`, which is read otherwise."""
+    if OVERLAP:
+        launch_dependents()
     dtype: gl.constexpr = q.dtype
     q_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
     g_s = gl.allocate_shared_memory(dtype, [ROWS, 1, 1, 1, BLOCK_I, D], q.layout)
@@ -205,3 +214,5 @@ def queries_kernel_sm90(
             [WARPS, WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
         )
+    if OVERLAP:
+        wait_for_the_kernel_before()
