@@ -1,9 +1,15 @@
-"""Distances as labels of bins, without a one-hot tensor of every bin."""
+"""Distances as labels of bins, without a one-hot tensor of every bin; a row of a table for each label."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 1 << 23  # of one-hot labels, in the backward of an embedding
 
 
 def bin_labels(distances: Tensor, bins: Tensor) -> Tensor:
@@ -17,3 +23,48 @@ def bin_labels(distances: Tensor, bins: Tensor) -> Tensor:
     distances = distances.abs()
     found = torch.bucketize(distances, bins.to(distances.dtype), right=True) - 1
     return found.clamp(min=0).masked_fill(~distances.isfinite(), 0)
+
+
+def embed_bins(labels: Tensor, table: Tensor) -> Tensor:
+    """Row ``labels[...]`` of ``table``: ``F.embedding``, whose own gradient differs from run to run on a GPU.
+
+    Args:
+        labels: int64 [...], from 0 to below K.
+        table: [K, d]. Its gradient is a product with the one-hot labels, a part of them at a time, in the table's
+            precision also under autocast and where TF32 is allowed.
+
+    Returns:
+        [..., d].
+    """
+    return _Embedded.apply(labels, table)
+
+
+class _Embedded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, labels: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(labels)
+        ctx.count = len(table)
+        return F.embedding(labels, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (labels,) = ctx.saved_tensors
+        width, places = gradient.shape[-1], torch.arange(ctx.count, device=labels.device)
+        rows = max(1, CHUNK_ELEMENTS // ctx.count)
+        total = gradient.new_zeros(ctx.count, width)
+        with torch.autocast(gradient.device.type, enabled=False):
+            for some, part in zip(labels.reshape(-1).split(rows), gradient.reshape(-1, width).split(rows)):
+                hot = (places.unsqueeze(-1) == some).to(gradient.dtype)
+                for piece in in_two_parts(part):
+                    total.addmm_(hot, piece)
+        return None, total
+
+
+def in_two_parts(values: Tensor) -> tuple[Tensor, ...]:
+    """Tensors that sum up to ``values``, fp32: a product in TF32 (11 bits) takes the first as it is, and rounds at most
+    2^-21 of the whole off the second. Other types as they are."""
+    if values.dtype != torch.float32:
+        return (values,)
+    high = (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return high, values - high

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megafold.model.bins import bin_labels
+from megafold.model.bins import bin_labels, embed_bins
 from megafold.model.confidence_labels import Structure, confidence_labels
 from megafold.model.geometry import distances
 from megafold.model.graphs import GRAPHS
@@ -169,7 +169,8 @@ def _representations(head: ConfidenceHead, structure: Structure, given: Inputs, 
     centres = structure.centres.unsqueeze(-1).expand(len(pred), -1, pred.shape[-1])
     positions = pred.gather(1, centres)
     bins = bin_labels(distances(positions, positions), head.atompair_dist_bins)
-    pairs = given.pairs + head.single_inputs_to_pairwise(given.single_inputs) + head.dist_bin_pairwise_embed(bins)
+    of_distances = embed_bins(bins, head.dist_bin_pairwise_embed.weight)
+    pairs = given.pairs + head.single_inputs_to_pairwise(given.single_inputs) + of_distances
     single = given.single.expand(len(pred), -1, -1)
     return head.pairformer_stack(single_repr=single, pairwise_repr=pairs, mask=structure.mask.expand(len(pred), -1))
 
