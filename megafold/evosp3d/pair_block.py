@@ -6,12 +6,15 @@ What :func:`megafold.model.fused.pair_block` does on one device; what is sent, a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megafold import triton_support
+from megafold.evofusion import rows
 from megafold.evofusion.attention_output.api import attention_output
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.operator import is_narrow, product_dtype, uses_kernels
@@ -83,27 +86,71 @@ def _attention(layer: Module, pairs: Tensor, mask: Tensor | None, shards: Shards
     weights = [attn.to_q.weight, *attn.to_kv.weight.chunk(2), attn.to_gates[0].weight]
     biases = [attn.to_q.bias, None, None, None]
     if ending:
-        normed = F.layer_norm(pairs, pairs.shape[-1:], norm.weight, norm.bias).to(product_dtype(pairs))
-        turning = start(Exchange(split=2, split_total=total, join=1, join_total=total), normed, shards, ATTENTION)
-        del normed
+        hat, scaled = normalized(pairs, norm)
+        turning = start(Exchange(split=2, split_total=total, join=1, join_total=total), hat, shards, ATTENTION)
+        del hat
     # By itself, so that it is on its way while the projections are computed.
     _, bias = norm_project(pairs, norm.weight, norm.bias, head_weight=fn.to_attn_bias[0].weight)
     flight = start(Gather(dim=2, total=total), bias, shards, ATTENTION)
     if ending:
-        turned = turning.wait().transpose(1, 2)
-        q, k, v, gate = (F.linear(turned, weight, bias) for weight, bias in zip(weights, biases))
+        # Whole columns, still rows first: attention takes any strides, and what comes out lies as what went in.
+        turned, order = turning.wait(), (0, 2, 3, 1, 4)
+        q, k, v, gate = (F.linear(turned, *folded(w, b, None if scaled else norm)) for w, b in zip(weights, biases))
     else:
         (q, k, v, gate), _ = norm_project(pairs, norm.weight, norm.bias, weights, biases)
-    q, k, v = (t.unflatten(-1, (bias.shape[1], -1)).transpose(2, 3) for t in (q, k, v))
+        order = (0, 1, 3, 2, 4)
+    q, k, v = (t.unflatten(-1, (bias.shape[1], -1)).permute(order) for t in (q, k, v))
     bias = flight.wait()
     bias = bias.transpose(-1, -2) if ending else bias
-    out = attend(q, k, v, bias, None if mask is None else mask.unsqueeze(1)).transpose(2, 3).flatten(-2)
+    out = attend(q, k, v, bias, None if mask is None else mask.unsqueeze(1))
+    out = out.permute((0, 3, 1, 2, 4) if ending else order).flatten(-2)
     dropped = _drawn(fn.dropout, pairs, shards)
     if not ending:
         return attention_output(out, gate, attn.to_out.weight, dropped=dropped, residual=pairs)
-    out = attention_output(out, gate, attn.to_out.weight).transpose(1, 2)
+    out = attention_output(out, gate, attn.to_out.weight)
     out = run(Exchange(split=1, split_total=total, join=2, join_total=total), out, shards, ATTENTION)
     return pairs + (out if dropped is None else out * dropped.to(out.dtype))
+
+
+def normalized(x: Tensor, norm: Module) -> tuple[Tensor, bool]:
+    """LayerNorm of x [..., C] in the dtype of products, and whether it is scaled and shifted already.
+
+    Where it is not, the projections behind it are to do both (:func:`folded`): one pass over x writes half the bytes.
+    """
+    dtype = product_dtype(x)
+    if uses_kernels(x) and x.shape[-1] % 16 == 0:
+        return _Normalized.apply(x, dtype), False
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias).to(dtype), True
+
+
+def folded(weight: Tensor, bias: Tensor | None, norm: Module | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a projection that scales and shifts what a LayerNorm left out; None: it left nothing out."""
+    if norm is None:
+        return weight, bias
+    shift = (weight * norm.bias).sum(-1)
+    return weight * norm.weight, shift if bias is None else shift + bias
+
+
+class _Normalized(torch.autograd.Function):
+    """(x - mean) / std of rows, C a multiple of 16: one pass each way; a rank without rows has nothing to do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x)
+        if not x.numel():
+            return x.to(dtype)
+        with triton_support.device_guard(x.device):
+            return rows.normalized(x.reshape(-1, x.shape[-1]), dtype)[0].view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if not x.numel():
+            return torch.zeros_like(x), None
+        with triton_support.device_guard(x.device):
+            flat, of_flat = (t.reshape(-1, t.shape[-1]) for t in (x, grad))
+            return rows.normalized_gradient(flat.contiguous(), of_flat.contiguous()).view(x.shape), None
 
 
 def _drawn(dropout: Module, x: Tensor, shards: Shards) -> Tensor | None:

@@ -9,7 +9,7 @@ received: the backward sends gradients only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evofusion.operator import product_dtype
-from megafold.evosp3d.collectives import Collective, Exchange
+from megafold.evosp3d.collectives import Exchange, Landing
 
 if TYPE_CHECKING:
     from megafold.evofusion.triangle_multiplication.launch import Call
@@ -73,7 +73,9 @@ class _Update(torch.autograd.Function):
                 received.append(flight())
                 product = _product(received[-1], call.size, outgoing)
                 backs.append(_send(Exchange(2, call.size, 1, length), product, shards))
-            product = torch.cat([back() for back in backs], dim=1)
+            product = call.new(call.width)
+            for back, (first, length) in zip(backs, _pieces(call.width)):
+                back(into=product[:, first : first + length])
             out = torch.empty_like(x)
             if x.numel():
                 out = call.output(norm_weight, norm_bias, product, out_norm_weight, out_norm_bias, residual=True)
@@ -107,7 +109,7 @@ class _Update(torch.autograd.Function):
                 backs.append(_send(Exchange(3, call.size, 2, length), of_both, shards))
             of_operands = grads[:, : 2 * call.width].unflatten(1, (2, -1))
             for back, (first, length) in zip(backs, _pieces(call.width)):
-                of_operands[:, :, first : first + length].copy_(back())
+                back(into=of_operands[:, :, first : first + length])
             grad_x, of_input = torch.empty_like(x), _zeros(*weights[2:4], norm_weight, norm_bias)
             if x.numel():
                 grad_x, of_input = call.input_gradient(grad_out, norm_weight, norm_bias, grads, residual=True)
@@ -133,17 +135,16 @@ def _pieces(width: int) -> Iterator[tuple[int, int]]:
     return ((first, min(step, width - first)) for first in range(0, width, step))
 
 
-def _send(what: Collective, x: Tensor, shards: Shards) -> Callable[[], Tensor]:
-    return (lambda: what.alone(x)) if shards.size == 1 else what.launch(x, shards, NAME)
+def _send(what: Exchange, x: Tensor, shards: Shards) -> Landing:
+    def stay(into: Tensor | None = None) -> Tensor:
+        return x if into is None else into.copy_(x)
+
+    return stay if shards.size == 1 else what.launch(x, shards, NAME)
 
 
 def _product(both: Tensor, size: int, outgoing: bool) -> Tensor:
-    """Left and right operand [b, 2, h, N, P] of some channels, 0 beyond N columns -> product [b, h, N, P], likewise.
-
-    It lies in memory as it will be sent.
-    """
-    batch, _, channels, _, padded = both.shape
-    out = both.new_empty(size, channels, batch, padded).permute(2, 1, 0, 3)
+    """Left and right operand [b, 2, h, N, P] of some channels, 0 beyond N columns -> product [b, h, N, P], likewise."""
+    out = torch.empty_like(both[:, 0], memory_format=torch.contiguous_format)
     for (left, right), result in zip(both, out):
         if outgoing:  # sum over k of l[i, k] r[j, k]
             torch.bmm(left, right.mT, out=result[..., :size])
@@ -155,8 +156,7 @@ def _product(both: Tensor, size: int, outgoing: bool) -> Tensor:
 
 def _operand_gradients(grad: Tensor, both: Tensor, size: int, outgoing: bool) -> Tensor:
     """Of the product's gradient [b, h, N, P] and the operands [b, 2, h, N, P]: the operands' gradients, like these."""
-    batch, _, channels, _, padded = both.shape
-    out = both.new_empty(size, channels, batch, 2, padded).permute(2, 3, 1, 0, 4)
+    out = torch.empty_like(both, memory_format=torch.contiguous_format)
     for upstream, (left, right), (of_left, of_right) in zip(grad, both, out):
         inner = upstream[..., :size]
         if outgoing:

@@ -4,6 +4,7 @@ A script and not a test: the interpreter must be chosen before the kernels are i
 it once in a process of its own.
 """
 
+import copy
 import json
 import os
 from functools import partial
@@ -11,6 +12,7 @@ from functools import partial
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import torch.nn.functional as F
 from conftest import _run_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +20,7 @@ from megafold import triton_support
 from megafold.evofusion.triangle_multiplication.reference import triangle_multiplication
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.mesh import Shards
+from megafold.evosp3d.pair_block import folded, normalized
 from megafold.evosp3d.sharded_triangle import triangle_update
 
 triton_support.runs_kernels = lambda device: True
@@ -91,8 +94,34 @@ def _off(ranks: list[dict[str, torch.Tensor]], eager, exact) -> list[str]:
     return lines
 
 
+def _normalised_and_projected() -> list[str]:
+    """LayerNorm, sent without its scale and shift, and a projection that does both, of rows that lie apart."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    norm, weight, bias = torch.nn.LayerNorm(32, dtype=torch.float64), draw(24, 32), draw(24)
+    with torch.no_grad():
+        norm.weight.copy_(draw(32)), norm.bias.copy_(draw(32))
+    x, cotangent = draw(2, 5, 3, 32) * 3 + 1, draw(2, 3, 5, 24)
+
+    def step(dtype: torch.dtype, fused: bool) -> dict[str, torch.Tensor]:
+        own = copy.deepcopy(norm).to(dtype)
+        given = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, bias)]
+        if fused:
+            hat, scaled = normalized(given[0].transpose(1, 2), own)
+            assert not scaled, "the kernel did not run"
+            out = F.linear(hat, *folded(*given[1:], own))
+        else:
+            out = F.linear(own(given[0].transpose(1, 2)), *given[1:])
+        out.backward(cotangent.to(dtype))
+        gradients = zip(("x", "weight", "bias", "scale", "shift"), (*given, own.weight, own.bias))
+        return {"out": out.detach()} | {name: leaf.grad for name, leaf in gradients}
+
+    exact, eager = step(torch.float64, False), step(torch.float32, False)
+    empty = normalized(torch.zeros(1, 0, 4, 32, requires_grad=True), norm.float())[0]
+    return _off([step(torch.float32, True)], eager, exact) + ["a row"] * empty.numel()
+
+
 def main() -> None:
-    results = {}
+    results = {"normalised and projected": _normalised_and_projected()}
     for name, (ranks, batch, tokens, outgoing, axis) in CASES.items():
         tensors = _drawn(batch, tokens, axis)
         eager, exact = (_reference(tensors, outgoing, dtype) for dtype in (torch.float32, torch.float64))

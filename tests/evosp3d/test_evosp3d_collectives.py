@@ -112,3 +112,38 @@ def _half_precision() -> float:
 def test_sums_of_half_precision_are_rounded_once(run_ranks):
     # 1 + 4 * 2**-9: added one by one in bfloat16 each of the four would be lost
     assert run_ranks(5, _half_precision) == [1.0 + 2.0**-7] * 5
+
+
+def _laid_out(shape: tuple[int, ...], lies: str, dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    if lies == "whole":
+        return torch.arange(count).to(dtype).view(shape)
+    if lies == "turned":
+        return torch.arange(count).to(dtype).view(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
+    return torch.arange(2 * count + 3).to(dtype)[3 : 3 + 2 * count].view(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("lies", ["whole", "turned", "apart"])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 5, 2), (6, 6, 0)], ids=str)
+@pytest.mark.parametrize(("batch", "dim"), [(1, 1), (1, 2), (2, 1)])
+def test_blocks_of_a_dimension_lie_one_after_another_and_back(batch, dim, lengths, lies, dtype):
+    shape = [batch, 3, 3, 8]
+    shape[dim] = sum(lengths)
+    x = _laid_out(tuple(shape), lies, dtype)
+    flat, sizes = collectives.in_blocks(x, dim, lengths)
+    blocks = x.split(list(lengths), dim)
+    assert sizes == [block.numel() for block in blocks]
+    assert torch.equal(flat, torch.cat([block.reshape(-1) for block in blocks]))
+    shapes = [tuple(block.shape) for block in blocks]
+    assert torch.equal(collectives.from_blocks(flat, shapes, dim), x)
+    into = _laid_out(tuple(shape), "apart", dtype).clone(memory_format=torch.preserve_format).zero_()
+    assert collectives.from_blocks(flat, shapes, dim, into) is into
+    assert torch.equal(into, x)
+
+
+def test_nothing_is_copied_where_blocks_lie_so_already():
+    x = torch.zeros(1, 6, 2, 8)
+    assert collectives.in_blocks(x, 1, (3, 3))[0].data_ptr() == x.data_ptr()
+    assert collectives.from_blocks(x.view(-1), [(1, 3, 2, 8)] * 2, 1).data_ptr() == x.data_ptr()
+    assert collectives.in_blocks(x, 2, (1, 1))[0].data_ptr() != x.data_ptr()

@@ -33,3 +33,8 @@ def results() -> dict[str, list[str]]:
 )
 def test_triangle_update_on_ranks_keeps_the_error_budget(results, case):
     assert results[case] == []
+
+
+@pytest.mark.interpreter
+def test_a_norm_that_is_scaled_behind_the_message_keeps_the_error_budget(results):
+    assert results["normalised and projected"] == []
