@@ -26,13 +26,15 @@ class Unsupported(Exception):
 class Context:
     """What a provider is given: the point, the EvoPipe cache (or None) and the device, "cpu" or "cuda".
 
-    `meeting` names the store's part where the ranks of a point meet, if there are several.
+    `meeting` names the store's part where the ranks of a point meet, if there are several. `contenders` is how many are
+    set up side by side, this one included.
     """
 
     point: Point
     cache: Path | None
     device: str
     meeting: str = ""
+    contenders: int = 1
 
 
 class Session(Protocol):

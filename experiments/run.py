@@ -156,6 +156,7 @@ class _Run:
                 "point": self._points[contender].as_dict(),
                 "cache": cache,
                 "meeting": self._ranks.meeting(),
+                "contenders": len(self._live),
             }
             for contender in self._live
         }

@@ -80,7 +80,8 @@ class Worker:
         point = point_from_dict(command["point"], "point")
         cache = Path(command["cache"]) if command["cache"] else None
         provider = find_provider(point.setting.what, point.contender.provider)
-        self._session = provider.open(Context(point, cache, self._device, command.get("meeting", "")))
+        beside = command.get("contenders", 1)
+        self._session = provider.open(Context(point, cache, self._device, command.get("meeting", ""), beside))
         self._session.suspend()
         return {}
 

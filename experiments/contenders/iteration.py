@@ -24,11 +24,15 @@ from megafold.model.build import build_model
 from megafold.model.graphs import release_graphs
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
+from megafold.train.synthetic import synthetic_batch
 from megafold.train.trainer import Trainer
 from megafold.train.workload import arrange, rollouts
 
 GIB = 2**30
 SECONDS_TO_PROFILE = 3.0
+# From so many contenders on, a short step of all at once is cheaper than what it saves each of them later.
+MANY_CONTENDERS = 4
+SHORT = {"n_tokens": 64, "msa_depth": 64}
 TIMES = {
     "iteration_time": "forward, backward, gradient clipping and AdamW update",
     "forward_time": "",
@@ -83,6 +87,31 @@ class IterationSession:
             self.notes = [*self.notes, f"workload {setting.workload}: {NAMED_WORKLOADS[setting.workload]}"]
         if context.device != "cpu":  # makes the driver's context now, beside other contenders that are set up
             torch.cuda.synchronize()
+        if loads_kernels(context):
+            self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """A step on a short structure, beside those of all contenders: libraries and kernels are loaded once a process.
+
+        Nothing is kept of it, and what fails here may still be measured: there is less room and another length.
+        """
+        setting = self._setting
+        sizes = {**dict(setting.shape), **SHORT}
+        batch = synthetic_batch(
+            sizes["n_tokens"],
+            atoms_per_token=sizes["atoms_per_token"],
+            msa_depth=min(sizes["msa_depth"], setting.size("msa_depth")),
+            templates=sizes["templates"],
+            workload=setting.workload,
+            seed=setting.seed,
+            model_kwargs=preset(setting.model),
+        )
+        try:
+            self._build().step(arrange(batch, setting.workload, 0, setting.seed))
+        except Exception as error:
+            print(f"no short step: {type(error).__name__}: {error}", flush=True)
+        gc.collect()
+        self._empty_cache()
 
     def resume(self) -> None:
         """Weights and optimizer state onto the device, random state and examples from the start."""
@@ -262,6 +291,15 @@ class IterationSession:
             **self._flags,
         )
         return IterationFlops(*(flops * batch["atom_inputs"].shape[0] for flops in one))
+
+
+def loads_kernels(context: Context) -> bool:
+    """Whether a contender takes a short step when it is set up; torch.compile would compile for that length alone."""
+    return (
+        context.device != "cpu"
+        and context.contenders >= MANY_CONTENDERS
+        and context.point.contender.provider != "compile"
+    )
 
 
 def megafold_preparation(contender: Contender, workload: str) -> Callable[[torch.nn.Module, str], Mapping[str, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from experiments.contenders import iteration
-from experiments.contenders.iteration import IterationSession, megafold_preparation
+from experiments.contenders.iteration import IterationSession, loads_kernels, megafold_preparation
 from experiments.providers import Context
 from experiments.spec import load_sweep
 from megafold.metrics.activity import Activity
@@ -18,12 +19,16 @@ from megafold.metrics.activity import Activity
 SIZES = ["model=tiny", "dtype=fp32", "data=synthetic", "n_tokens=12", "msa_depth=3", "atoms_per_token=3"]
 
 
-def session(contender: str = "eager", **protocol: int) -> IterationSession:
+def context_of(contender: str = "eager", **protocol: int) -> Context:
     counts = [f"{name}={value}" for name, value in {"visits": 1, "warmup": 0, "repeats": 1, **protocol}.items()]
     (comparison,) = load_sweep("iteration", settings=[*SIZES, *counts]).comparisons
     point = next(point for point in comparison.points if point.contender.name == contender)
-    context = Context(replace(point, setting=replace(point.setting, data="synthetic")), None, "cpu")
-    prepare = megafold_preparation(point.contender, "core") if contender == "megafold" else None
+    return Context(point, None, "cpu")
+
+
+def session(contender: str = "eager", **protocol: int) -> IterationSession:
+    context = context_of(contender, **protocol)
+    prepare = megafold_preparation(context.point.contender, "core") if contender == "megafold" else None
     return IterationSession(context, prepare)
 
 
@@ -79,6 +84,7 @@ def test_all_contenders_start_from_the_same_weights():
 )
 def test_a_step_is_profiled_once_after_the_last_visit(protocol, expected, monkeypatch):
     monkeypatch.setattr(iteration, "count_activity", lambda step: step() and Activity(7, 3, 1))
+    monkeypatch.setattr(iteration, "SECONDS_TO_PROFILE", math.inf)
     one, found = session(**protocol), []
     one._profiles = True
     for _ in range(protocol["visits"]):
@@ -88,6 +94,49 @@ def test_a_step_is_profiled_once_after_the_last_visit(protocol, expected, monkey
         found.append(one._activity)
     assert found == expected
     assert one.finish({name: [value] for name, value in sample.items()})["host_launches"].value == 7
+
+
+@pytest.mark.parametrize(
+    ("contender", "device", "contenders", "expected"),
+    [
+        ("megafold", "cuda", 11, True),
+        ("eager", "cuda", 4, True),
+        ("eager", "cuda", 3, False),
+        ("compile", "cuda", 11, False),
+        ("megafold", "cpu", 11, False),
+    ],
+)
+def test_kernels_are_loaded_ahead_where_many_are_set_up_at_once(contender, device, contenders, expected):
+    assert loads_kernels(replace(context_of(contender), device=device, contenders=contenders)) == expected
+
+
+def test_nothing_is_kept_of_the_short_step_that_loads_kernels(monkeypatch):
+    monkeypatch.setattr(iteration, "SHORT", {"n_tokens": 8, "msa_depth": 2})
+    plain, one, made = session(), session(), []
+    build = one._build
+
+    def seen():
+        trainer = build()
+        made.append(weakref.ref(trainer.model))
+        return trainer
+
+    monkeypatch.setattr(one, "_build", seen)
+    one._load_kernels()
+    assert len(made) == 1 and made[0]() is None and one._trainer is None and one._visits == 0
+    for each in (plain, one):
+        each.resume()
+    assert one._trainer.steps == 0
+    assert all(map(torch.equal, plain._trainer.parameters, one._trainer.parameters))
+
+
+def test_a_short_step_that_fails_is_told_and_no_failure(monkeypatch, capfd):
+    def fail():
+        raise torch.OutOfMemoryError("no room beside the others")
+
+    one = session()
+    monkeypatch.setattr(one, "_build", fail)
+    one._load_kernels()
+    assert "no short step: OutOfMemoryError: no room" in capfd.readouterr().out
 
 
 def test_one_long_step_is_not_done_again_for_its_profile(monkeypatch):
@@ -105,6 +154,7 @@ def test_a_profile_that_runs_out_of_memory_costs_its_counts_alone(monkeypatch):
         raise torch.OutOfMemoryError("no room for events")
 
     monkeypatch.setattr(iteration, "count_activity", fail)
+    monkeypatch.setattr(iteration, "SECONDS_TO_PROFILE", math.inf)
     one = session()
     one._profiles = True
     one.resume()
