@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evoflash3d import reference
+from megafold.evoflash3d.statistics import statistics_pitch
 
 MAX_HEAD_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,12 +68,6 @@ def evoflash3d(
     seed = _seed_tensor(seed, q.device) if dropout_p else None
     out, lse = _forward_op(q, k, v, bias, mask, seed, scale, float(dropout_p), list(offsets), return_lse)
     return (out, lse) if return_lse else out
-
-
-def statistics_pitch(n_queries: int) -> int:
-    """Numbers from one row to the next of a [B, R, H, pitch] tensor of per-query fp32 numbers: 16 bytes, for the copy
-    engine."""
-    return -(-n_queries // 4) * 4
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """Backward kernels, without atomics; every sum has a fixed order.
 
 `delta_kernel`    row sums of out * d(out); from a natural log-sum-exp also the one in base 2.
+`few_keys_delta_kernel`  the same delta from probabilities, where the rounding of the output would be seen.
 `queries_kernel`  dq of a block of queries; the keys pass by.
 `keys_kernel`     dk and dv of a block of keys; the queries pass by, with transposed scores.
 `bias_kernel`     d(bias) of one tile over a chunk of rows, in registers; chunks are then summed in a fixed order.
@@ -49,6 +50,47 @@ def delta_kernel(
             log_sum_exp *= LOG2E
         log_sum_exp = tl.where(log_sum_exp == float("-inf"), float("inf"), log_sum_exp)
         tl.store(lse2 + item.to(tl.int64) * pitch + n, log_sum_exp, mask=n < NQ)
+
+
+@triton.jit
+def few_keys_delta_kernel(
+    q, k, v, bias, mask, seed, grad_out, lse2, delta, grad_lse,
+    q_b, q_r, q_h, q_n, k_b, k_r, k_h, k_n, v_b, v_r, v_h, v_n, g_b, g_r, g_h, g_n,
+    mask_b, mask_r, BIAS_ROWS, BIAS_COLUMNS, pitch,
+    R, H, NQ, NK, scale, threshold, inverse_keep, b0, r0, h0, i0, j0,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """delta = sum over at most BLOCK_J keys of p * d(p), minus d(lse): equal to what `delta_kernel` makes but for the
+    rounding of the output. With few keys d(p) - delta cancels so far that this rounding is most of its error."""
+    pid = tl.program_id(0)
+    n_i = tl.cdiv(NQ, BLOCK_I)
+    i_start = (pid % n_i) * BLOCK_I
+    item = pid // n_i
+    h, r, b = item % H, (item // H) % R, item // (H * R)
+    i = i_start + tl.arange(0, BLOCK_I)
+    j = tl.arange(0, BLOCK_J)
+    q_tile = load_tile(q, b, r, h, i_start, q_b, q_r, q_h, q_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
+    g_tile = load_tile(grad_out, b, r, h, i_start, g_b, g_r, g_h, g_n, NQ, D, BLOCK_I, BLOCK_D, EVEN_I, TMA)
+    k_tile = load_tile(k, b, r, h, 0, k_b, k_r, k_h, k_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
+    v_tile = load_tile(v, b, r, h, 0, v_b, v_r, v_h, v_n, NK, D, BLOCK_J, BLOCK_D, EVEN_J, TMA)
+    lse_i = load_statistics(lse2, item, i_start, NQ, pitch, BLOCK_I, False)
+    product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    bias_tile = product
+    if HAS_BIAS:
+        bias_tile = load_bias(bias, (b * H + h) * BIAS_ROWS + i_start, 0, BIAS_COLUMNS, BLOCK_I, BLOCK_J, TMA)
+    p = probability(product, scale, bias_tile, lse_i[:, None], HAS_BIAS, WIDE)
+    if HAS_MASK:
+        keep_key = tl.load(mask + b.to(tl.int64) * mask_b + r.to(tl.int64) * mask_r + j, mask=j < NK, other=0) != 0
+        p = tl.where(keep_key[None, :], p, 0.0)
+    dp = tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION)
+    if DROPOUT:
+        dp *= keep_factor(seed, threshold, inverse_keep, b + b0, r + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :])
+    total = tl.sum(p * dp, 1)
+    if HAS_GRAD_LSE:
+        total -= tl.load(grad_lse + item.to(tl.int64) * NQ + i, mask=i < NQ, other=0.0)
+    tl.store(delta + item.to(tl.int64) * pitch + i, total, mask=i < NQ)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evoflash3d.api import statistics_pitch
 from megafold.evoflash3d.launch import Problem, as_like, hopper_kernels, options, output_like
+from megafold.evoflash3d.statistics import statistics_pitch
 from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bias, load_tile, store_tile
 
 

@@ -9,9 +9,15 @@ import triton
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evoflash3d.api import statistics_pitch
-from megafold.evoflash3d.backward import bias_kernel, delta_kernel, keys_kernel, queries_kernel
+from megafold.evoflash3d.backward import (
+    bias_kernel,
+    delta_kernel,
+    few_keys_delta_kernel,
+    keys_kernel,
+    queries_kernel,
+)
 from megafold.evoflash3d.launch import Problem, as_like, block_d, hopper_kernels, last_contiguous, options, output_like
+from megafold.evoflash3d.statistics import FEW_KEYS, statistics_pitch
 
 MAX_CHUNKS = 8
 """Most partial sums of d(bias); each takes H N^2 numbers in fp32."""
@@ -80,7 +86,7 @@ def fills_memory() -> bool:
 
 def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Tensor) -> bool:
     """Whether the kernel of dq also makes delta, so that d(out) and the output are not read once more."""
-    own = config.get("gluon", {}).get("own_delta", False)
+    own = config.get("gluon", {}).get("own_delta", False) and not has_few_keys(problem)
     return (
         own
         and problem.copy_engine_serves({"out": out})
@@ -103,7 +109,20 @@ def statistics(
         BLOCK_D=block_d(problem.D), BLOCK=block,
         HAS_GRAD_LSE=grad_lse is not None, NATURAL=natural_lse, WIDE=problem.wide, num_warps=4,
     )  # fmt: skip
-    return {"grad_out": grad_out, "lse2": lse2, "delta": delta}
+    found = {"grad_out": grad_out, "lse2": lse2, "delta": delta}
+    if has_few_keys(problem):
+        config = {"block_i": 32, "block_j": FEW_KEYS, "num_warps": 4, "num_stages": 1}
+        few_keys_delta_kernel[(triton.cdiv(problem.NQ, 32) * problem.B * problem.R * problem.H,)](
+            **problem.arguments(config, found, tiled_statistics=False),
+            grad_lse=lse if grad_lse is None else grad_lse.contiguous(), HAS_GRAD_LSE=grad_lse is not None,
+            **options(config),
+        )  # fmt: skip
+    return found
+
+
+def has_few_keys(problem: Problem) -> bool:
+    """Whether the rounding of the output, in 16 bits, would be seen in the gradients."""
+    return not problem.wide and problem.NK <= FEW_KEYS
 
 
 def query_gradient(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megafold.evoflash3d.dropout import philox_keep
+from megafold.evoflash3d.statistics import FEW_KEYS
 
 CHUNK_ELEMENTS = 1 << 24
 """Largest number of scores held at once: 64 MiB in fp32."""
@@ -95,14 +96,17 @@ def chunked_backward(
     for b, rows, queries in _chunks(q, k):
         probabilities, _ = _probabilities(q, k, bias, mask, scale, b, rows, queries)
         cotangent = grad_out[b, rows, :, queries].to(wide)
-        delta = (cotangent * out[b, rows, :, queries].to(wide)).sum(-1, keepdim=True)
-        if grad_lse is not None:
-            delta = delta - grad_lse[b, rows, :, queries, None].to(wide)
         dscores = cotangent @ v[b, rows].to(wide).transpose(-1, -2)
         dropped = probabilities
         if dropout_p:
             keep = _keep_factor(seed, dropout_p, q, k, offsets, b, rows, queries)
             dropped, dscores = probabilities * keep, dscores * keep
+        if k.shape[3] <= FEW_KEYS:
+            delta = (probabilities * dscores).sum(-1, keepdim=True)
+        else:
+            delta = (cotangent * out[b, rows, :, queries].to(wide)).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[b, rows, :, queries, None].to(wide)
         dv[b, rows] += dropped.transpose(-1, -2) @ cotangent
         dscores = probabilities * (dscores - delta)
         dq[b, rows, :, queries] = scale * (dscores @ k[b, rows].to(wide))

@@ -30,6 +30,8 @@ CASES = {
     "fp16": (1, 2, 2, 32, 64, 32, FP16, FP16, True, 0.0, True, 32, 32),
     "fp16 with fp32 bias": (1, 2, 1, 33, 32, 64, FP16, FP32, False, 0.0, False, 32, 32),
     "single query": (1, 1, 1, 1, 3, 8, FP32, FP32, False, 0.0, False, 16, 16),
+    "few keys in fp16": (1, 2, 2, 33, 2, 64, FP16, FP32, False, 0.0, False, 32, 32),
+    "few keys in fp16, mask, dropout, lse": (1, 2, 2, 18, 5, 32, FP16, FP16, True, 0.3, True, 16, 16),
     "fp16, odd length, an empty row": (1, 2, 2, 18, 33, 32, FP16, FP16, True, 0.0, False, 32, 32),
 }
 

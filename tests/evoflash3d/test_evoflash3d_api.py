@@ -53,7 +53,7 @@ def test_wrong_argument_is_named_with_what_is_allowed(change, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("n_keys", [N, 7], ids=["square", "sharded"])
+@pytest.mark.parametrize("n_keys", [N, 7, 2], ids=["square", "sharded", "two keys, whose gradients cancel"])
 def test_reference_keeps_the_error_budget_in_many_chunks(monkeypatch, dtype, n_keys):
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 3 * n_keys * H)  # three queries of one row at a time
     wide = inputs(n_keys=n_keys)
