@@ -25,6 +25,7 @@ from megafold.evosp3d.traffic import KINDS
 from megafold.metrics.memory import MemoryProbe
 from megafold.metrics.timing import summarize
 from megafold.model.build import build_model
+from megafold.model.graphs import release_graphs
 from megafold.model.plan import Plan
 from megafold.model.presets import preset
 from megafold.train.synthetic import synthetic_batch
@@ -120,6 +121,7 @@ class SequenceParallelSession:
             return
         self._visits += 1
         if self._visits < self._setting.protocol.visits:
+            release_graphs(self._trainer.model)  # they hold addresses of weights that move
             self._trainer.offload()
             return
         self._trainer = self._parallel = None

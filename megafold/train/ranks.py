@@ -114,11 +114,11 @@ class Membership:
         self._devices = [device.index] if on_gpu else None
         if on_gpu:
             torch.cuda.set_device(device)
-        # No device_id: torch would split the mesh's groups off this one, and torch (2.11 to 2.13 at least) dies of a
-        # segmentation fault in that where the process has had a group before, as a worker with several points has.
         if place.rank == 0:
             forget_failures(store)
         self.watch = Watch(store, place.rank, place.size)
+        # No device_id: torch would split the mesh's groups off this one, and torch (2.11 to 2.13 at least) dies of a
+        # segmentation fault in that where the process has had a group before, as a worker with several points has.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=dist.PrefixStore("group", store),
@@ -131,7 +131,7 @@ class Membership:
         """End the group, when no rank needs it any more."""
         from megafold.evosp3d.graphs import release_all
 
-        dist.barrier()
+        dist.barrier(device_ids=self._devices)
         release_all()
         self.watch.finish()
         dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -39,10 +40,24 @@ def test_a_reducer_ends_with_what_holds_it_and_not_with_its_parameters():
         assert layer.weight.grad is not None
 
 
+@pytest.fixture
+def graphs_on_a_cpu(monkeypatch):
+    from experiments.contenders import sequence_parallel
+    from megafold.model import replacements
+    from megafold.model.build import build_model
+    from megafold.model.graphs import BlockGraphs, Emulated
+
+    checkpointed = partial(build_model, checkpoint_trunk_pairformer=True)  # a condition of graphs
+    monkeypatch.setattr(sequence_parallel, "build_model", checkpointed)
+    monkeypatch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(Emulated()))
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
 @pytest.mark.parametrize("outcome", ["ok", "oom-in-forward", "oom-in-reduction"])
 def test_nothing_of_a_closed_point_stays_in_its_worker(outcome, monkeypatch):
     from experiments.contenders.sequence_parallel import SequenceParallelSession
     from experiments.worker import Worker
+    from megafold.model.graphs import GRAPHS
     from megafold.train.parallel import Parallel
 
     kept = []
@@ -54,6 +69,8 @@ def test_nothing_of_a_closed_point_stays_in_its_worker(outcome, monkeypatch):
         kept.extend(weakref.ref(parameter) for parameter in model.parameters())
         kept.extend(weakref.ref(v) for values in state.values() for v in values.values())
         kept.extend(weakref.ref(part) for part in (model, session._trainer, session._parallel, session))
+        kept.append(weakref.ref(model.pairformer.__dict__[GRAPHS]))
+        assert model.pairformer.__dict__[GRAPHS].shapes > 0  # of the short step
         if outcome == "oom-in-forward":
             model.distogram_head.register_forward_pre_hook(_full)
         elif outcome == "oom-in-reduction":
@@ -74,6 +91,26 @@ def test_nothing_of_a_closed_point_stays_in_its_worker(outcome, monkeypatch):
 
 def _full(*_):
     raise torch.OutOfMemoryError("out of memory, as a device would say it")
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+def test_graphs_are_gone_where_weights_move():
+    from experiments.contenders.sequence_parallel import SequenceParallelSession
+    from experiments.providers import Context
+    from megafold.model.graphs import GRAPHS
+
+    setting = ["sp=2", "mode=emulated", "visits=2", "n_tokens=9"]
+    session = SequenceParallelSession(Context(_sweep(*setting).comparisons[0].points[0], None, "cpu"))
+    session.suspend()
+    session.resume()
+    graphs = session._trainer.model.pairformer.__dict__[GRAPHS]
+    session.step()
+    assert graphs.shapes > 0
+    session.suspend()
+    assert graphs.shapes == 0
+    session.resume()
+    session.step()
+    session.close()
 
 
 def test_what_an_earlier_point_left_on_the_device_is_told(monkeypatch):
