@@ -209,10 +209,14 @@ class IterationSession:
             return
         started = time.perf_counter()
         batch = arrange(next(self._batches), self._setting.workload, self._step, self._setting.seed)
+        missing = "no launch was traced"
         try:
-            self._activity = count_activity(lambda: self._trainer.step(batch))
+            found = count_activity(lambda: self._trainer.step(batch))
+            self._activity = found if found.launches + found.graphs else None
         except torch.OutOfMemoryError:  # the profiler's own needs; what was timed has fitted
-            self.notes = [*self.notes, "launches and waits were not counted: out of memory under the profiler"]
+            missing = "out of memory under the profiler"
+        if self._activity is None:
+            self.notes = [*self.notes, f"launches and waits were not counted: {missing}"]
         print(f"profiled step: {time.perf_counter() - started:.1f} s", flush=True)
 
     def _empty_cache(self) -> None:

@@ -149,11 +149,17 @@ def test_one_long_step_is_not_done_again_for_its_profile(monkeypatch):
     one.suspend()
 
 
-def test_a_profile_that_runs_out_of_memory_costs_its_counts_alone(monkeypatch):
-    def fail(step):
-        raise torch.OutOfMemoryError("no room for events")
+def run_out(step):
+    raise torch.OutOfMemoryError("no room for events")
 
-    monkeypatch.setattr(iteration, "count_activity", fail)
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [(run_out, "out of memory under the profiler"), (lambda step: Activity(0, 0, 2), "no launch was traced")],
+    ids=["out-of-memory", "nothing-traced"],
+)
+def test_a_profile_that_fails_costs_its_counts_alone(count, reason, monkeypatch):
+    monkeypatch.setattr(iteration, "count_activity", count)
     monkeypatch.setattr(iteration, "SECONDS_TO_PROFILE", math.inf)
     one = session()
     one._profiles = True
@@ -161,4 +167,4 @@ def test_a_profile_that_runs_out_of_memory_costs_its_counts_alone(monkeypatch):
     sample = one.step()
     one.suspend()
     metrics = one.finish({name: [value] for name, value in sample.items()})
-    assert "host_launches" not in metrics and any("not counted" in note for note in one.notes)
+    assert "host_launches" not in metrics and one.notes == [f"launches and waits were not counted: {reason}"]
