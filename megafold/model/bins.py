@@ -29,12 +29,12 @@ def embed_bins(labels: Tensor, table: Tensor) -> Tensor:
     """Row ``labels[...]`` of ``table``: ``F.embedding``, whose own gradient differs from run to run on a GPU.
 
     Args:
-        labels: int64 [...], from 0 to below K.
+        labels: int64 [..., L], from 0 to below K.
         table: [K, d]. Its gradient is a product with the one-hot labels, a part of them at a time, in the table's
             precision also under autocast and where TF32 is allowed.
 
     Returns:
-        [..., d].
+        [..., L, d].
     """
     return _Embedded.apply(labels, table)
 
@@ -50,14 +50,20 @@ class _Embedded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (labels,) = ctx.saved_tensors
-        width, places = gradient.shape[-1], torch.arange(ctx.count, device=labels.device)
-        rows = max(1, CHUNK_ELEMENTS // ctx.count)
+        length, width = labels.shape[-1], gradient.shape[-1]
+        places = torch.arange(ctx.count, device=labels.device).unsqueeze(-1)
         total = gradient.new_zeros(ctx.count, width)
+        rows = max(1, CHUNK_ELEMENTS // max(1, ctx.count * length))
+        pieces = labels.reshape(-1, 1, length).split(rows), gradient.reshape(-1, length, width).split(rows)
         with torch.autocast(gradient.device.type, enabled=False):
-            for some, part in zip(labels.reshape(-1).split(rows), gradient.reshape(-1, width).split(rows)):
-                hot = (places.unsqueeze(-1) == some).to(gradient.dtype)
-                for piece in in_two_parts(part):
-                    total.addmm_(hot, piece)
+            for some, part in zip(*pieces):
+                hot = (places == some).to(gradient.dtype)
+                # A product a row fills the device, which one product with a sum of 10^5 terms may not.
+                high, *low = in_two_parts(part)
+                sums = torch.bmm(hot, high)
+                for rest in low:
+                    sums = sums.baddbmm_(hot, rest)
+                total += sums.sum(dim=0)
         return None, total
 
 

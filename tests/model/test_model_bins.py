@@ -20,7 +20,7 @@ def case(dtype=torch.float32, shape=(2, 7, 11)):
     return labels, table, cotangent
 
 
-@pytest.mark.parametrize("rows", [1, 16, 10**6], ids=["a-row", "chunks", "whole"])
+@pytest.mark.parametrize("rows", [1, 33, 10**6], ids=["a-row", "chunks", "whole"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_rows_and_gradients_are_those_of_an_embedding(rows, autocast, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", rows * LABELS)
@@ -47,6 +47,14 @@ def test_the_two_parts_of_a_gradient_survive_products_with_11_bits():
     assert (high.view(torch.int32) & 0x1FFF).abs().max() == 0
     rounded = (low.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
     assert ((high + rounded.double() - values).abs() / values.abs()).max() < 2**-21
+
+
+@pytest.mark.parametrize("shape", [(5,), (0, 4), (2, 3, 4, 5)], ids=["one-dimension", "empty", "four-dimensions"])
+def test_labels_may_have_any_shape(shape):
+    labels, table, cotangent = case(torch.float64, shape)
+    (expected,) = torch.autograd.grad(F.embedding(labels, table), table, cotangent)
+    (found,) = torch.autograd.grad(embed_bins(labels, table), table, cotangent)
+    torch.testing.assert_close(found, expected)
 
 
 def test_no_gradient_is_made_for_a_frozen_table():
