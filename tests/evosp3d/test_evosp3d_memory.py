@@ -113,19 +113,61 @@ def test_a_gathered_operand_is_found(model, of_one_rank, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "columns", "grouped"),
     [
-        (1536, 1536, True),
-        (768, 1536, True),
-        (192, 1536, False),
-        (1280, 1280, False),
-        (128, 2048, True),
-        (48, 1536, False),
+        (1536, 1536, 48),
+        (768, 1536, 48),
+        (192, 1536, 0),
+        (1280, 1280, 0),
+        (128, 2048, 16),
+        (48, 1536, 0),
     ],
     ids=["one-device", "P=2", "P=8", "short", "N=2048-P=16", "P=32"],
 )
 def test_blocks_are_grouped_where_a_rank_holds_many_pairs(rows, columns, grouped):
     from megafold.model import recompute
 
-    assert recompute._are_many(rows, columns) is grouped
+    assert recompute._in_groups(rows, columns, blocks=48) == grouped
+
+
+@pytest.mark.parametrize("grouped", [2, 5, 7], ids="{}-of-7".format)
+def test_blocks_in_groups_compute_the_same(grouped, monkeypatch):
+    """Groups of two: the values and gradients of one block after another, and how often a block runs in the forward."""
+    from megafold.model import recompute
+
+    class Stack(torch.nn.Module):
+        add_value_residual, recurrent_depth = False, 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [torch.nn.Linear(4, 4).double() for _ in range(7)]
+
+    ran = []
+
+    def block(layer, single, pairs, mask):
+        ran.append(layer)
+        return single + pairs.mean(dim=2).tanh(), pairs + layer(pairs).tanh()
+
+    torch.manual_seed(0)
+    stack, single, pairs = Stack(), torch.randn(1, 3, 4).double(), torch.randn(1, 3, 3, 4).double()
+    parameters = [parameter for layer in stack.layers for parameter in layer.parameters()]
+    expected = single, pairs
+    for layer in stack.layers:
+        expected = block(layer, *expected, None)
+    cotangents = [torch.randn_like(tensor) for tensor in expected]
+    exact = torch.autograd.grad(expected, parameters, cotangents)
+
+    stack.__dict__[recompute.RECOMPUTES] = True
+    monkeypatch.setattr(recompute, "_pairformer_block", block)
+    monkeypatch.setattr(recompute, "GROUP", 2)
+    monkeypatch.setattr(recompute, "_in_groups", lambda rows, columns, blocks: grouped)
+    ran.clear()
+    found = recompute.pairformer_blocks(stack, single_repr=single, pairwise_repr=pairs)
+    assert [torch.equal(a, b) for a, b in zip(found, expected)] == [True, True]
+    gradients = torch.autograd.grad(found, parameters, cotangents)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(gradients, exact))
+    # Once more in a group, but for its last block: its input is all that the group had to make again.
+    lasts = {*range(1, grouped, 2), grouped - 1}
+    once_more = [index < grouped and index not in lasts for index in range(7)]
+    assert [ran.count(layer) for layer in stack.layers] == [3 if more else 2 for more in once_more]
 
 
 @pytest.mark.parametrize("size", [2, 7, 8, 9, 16, 100, 2000])
@@ -140,7 +182,7 @@ def test_all_ranks_group_blocks_or_none(size, monkeypatch):
     class Stack:
         def forward(self, *, single_repr, pairwise_repr, mask):
             rows, columns = pairwise_repr.shape[1:3]
-            answers.add(recompute._are_many(getattr(self, recompute.MOST_ROWS, rows), columns))
+            answers.add(recompute._in_groups(getattr(self, recompute.MOST_ROWS, rows), columns, blocks=48))
             return single_repr, pairwise_repr
 
     monkeypatch.setattr(single, "run", lambda what, x, *rest: x)
