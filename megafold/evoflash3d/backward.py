@@ -4,7 +4,8 @@
 `few_keys_delta_kernel`  the same delta from probabilities, where the rounding of the output would be seen.
 `queries_kernel`  dq of a block of queries; the keys pass by.
 `keys_kernel`     dk and dv of a block of keys; the queries pass by, with transposed scores.
-`bias_kernel`     d(bias) of one tile over a chunk of rows, in registers; chunks are then summed in a fixed order.
+`bias_kernel`     d(bias) of one tile over a chunk of rows, in registers.
+`sum_kernel`      chunks added up in a fixed order, and rounded to the dtype of the bias in the same pass.
 """
 
 from __future__ import annotations
@@ -249,3 +250,14 @@ def bias_kernel(
     base = dbias + (chunk.to(tl.int64) * (B * H) + bh) * NQ * NK
     pointers = base + i.to(tl.int64)[:, None] * NK + j[None, :]
     tl.store(pointers, total.to(dbias.dtype.element_ty), mask=(i < NQ)[:, None] & (j < NK)[None, :])
+
+
+@triton.jit
+def sum_kernel(partial, total, size, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    """total [size] = sum of partial [CHUNKS, size], fp32, in the order of the chunks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(partial + at, mask=inside, other=0.0)
+    for chunk in tl.static_range(1, CHUNKS):
+        value += tl.load(partial + tl.cast(size, tl.int64) * chunk + at, mask=inside, other=0.0)
+    tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)

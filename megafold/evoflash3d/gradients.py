@@ -15,6 +15,7 @@ from megafold.evoflash3d.backward import (
     few_keys_delta_kernel,
     keys_kernel,
     queries_kernel,
+    sum_kernel,
 )
 from megafold.evoflash3d.launch import Problem, as_like, block_d, hopper_kernels, last_contiguous, options, output_like
 from megafold.evoflash3d.statistics import FEW_KEYS, statistics_pitch
@@ -171,8 +172,17 @@ def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, 
             **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
             B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
         )  # fmt: skip
-    result = partial.sum(0).to(bias.dtype) if chunks > 1 else partial[0]
-    return as_like(result, bias)
+    return as_like(sum_of_chunks(partial, bias.dtype) if chunks > 1 else partial[0], bias)
+
+
+def sum_of_chunks(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, NQ, NK] in `dtype`: partial [chunks, B, H, NQ, NK], fp32, added up in order."""
+    total = partial.new_empty(partial.shape[1:], dtype=dtype)
+    block = 1024
+    sum_kernel[(triton.cdiv(total.numel(), block),)](
+        partial=partial, total=total, size=total.numel(), CHUNKS=partial.shape[0], BLOCK=block, num_warps=4
+    )
+    return total
 
 
 def row_chunks(problem: Problem, gradients: dict[str, Tensor], config: dict) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import torch
 
 from megafold.evoflash3d import reference
 from megafold.evoflash3d.forward import launch_forward
-from megafold.evoflash3d.gradients import launch_backward, statistics
+from megafold.evoflash3d.gradients import launch_backward, statistics, sum_of_chunks
 from megafold.evoflash3d.launch import Problem, last_contiguous
 from megafold.testing import check_budget
 
@@ -34,6 +34,8 @@ CASES = {
     "few keys in fp16, mask, dropout, lse": (1, 2, 2, 18, 5, 32, FP16, FP16, True, 0.3, True, 16, 16),
     "fp16, odd length, an empty row": (1, 2, 2, 18, 33, 32, FP16, FP16, True, 0.0, False, 32, 32),
 }
+
+SUMS = {"sum of chunks in fp32": FP32, "sum of chunks in fp16": FP16}
 
 
 def strided(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -103,10 +105,24 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     return results
 
 
+def sums(dtype):
+    """Two to eight chunks of d(bias), of more numbers than a block; one of a single number."""
+    results = []
+    for chunks, length in ((2, 25), (3, 25), (5, 25), (8, 25), (2, 1)):
+        partial = torch.randn(chunks, 1, 1, length, 2 * length - 1)
+        expected = partial[0]
+        for part in partial[1:]:
+            expected = expected + part
+        same = torch.equal(sum_of_chunks(partial, dtype), expected.to(dtype))
+        results.append([f"{chunks} chunks", same, "added in order, rounded once"])
+    return results
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     # Whatever the kernels leave unwritten shows up as NaN.
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
-    json.dump({name: run(*case) for name, case in CASES.items()}, sys.stdout)
+    results = {name: run(*case) for name, case in CASES.items()}
+    json.dump(results | {name: sums(dtype) for name, dtype in SUMS.items()}, sys.stdout)

@@ -16,8 +16,10 @@ SCRIPT = Path(__file__).with_name("interpreter_cases.py")
 
 def case_names() -> list[str]:
     tree = ast.parse(SCRIPT.read_text())
-    cases = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "CASES")
-    return [key.value for key in cases.keys]
+    tables = [
+        n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) in ("CASES", "SUMS")
+    ]
+    return [key.value for table in tables for key in table.keys]
 
 
 @pytest.fixture(scope="module")
