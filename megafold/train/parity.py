@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from megafold.model.optimize import optimize
 from megafold.model.plan import Plan
 from megafold.train.ranks import device_of, find_place, joined
 from megafold.train.synthetic import synthetic_batch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # What rounding may add to twice the stock error, relative to the largest gradient of the module: the reference is no
 # more exact than float32, and a sum over thousands of pairs in another order differs by some hundred roundings.
@@ -45,8 +48,9 @@ def check(
 
     ``plan``: what the ranks compute through (None: the stock code). Must be called by all ranks of the process group.
     """
-    references = OneDevice(model, batches).gradients(dist.get_world_size() // sp, autocast)
-    return against(references, model, batches, sp, autocast, plan)
+    dp = dist.get_world_size() // sp
+    mesh = make_mesh(dp, sp, next(model.parameters()).device.type)
+    return against(OneDevice(model, batches).gradients(dp, autocast), model, batches, mesh, autocast, plan)
 
 
 class OneDevice:
@@ -74,17 +78,16 @@ def against(
     references: tuple[dict[str, Tensor], dict[str, Tensor]],
     model: nn.Module,
     batches: Mapping[int, Mapping[str, Any]],
-    sp: int,
+    mesh: DeviceMesh,
     autocast: bool,
     plan: Plan | None,
 ) -> list[str]:
-    """As :func:`check`, with what :meth:`OneDevice.gradients` gave."""
-    device, dp = next(model.parameters()).device, dist.get_world_size() // sp
+    """As :func:`check`, with what :meth:`OneDevice.gradients` gave, over the mesh of a split."""
+    device, dp = next(model.parameters()).device, mesh.size(0)
     exact, stock = references
     parallel = copy.deepcopy(model)
     if plan is not None:
         optimize(parallel, plan)
-    mesh = make_mesh(dp, sp, device.type)
     parallelize(parallel, mesh, plan)
     reducer = GradientReducer(parallel.parameters(), dp=dp)
     replica = mesh.get_local_rank("dp")
@@ -175,10 +178,11 @@ def main() -> int:
             batch = synthetic_batch(given.n_tokens, msa_depth=16, seed=replica, model_kwargs=kwargs)
             batches[replica] = {name: tensor.to(device) for name, tensor in batch.items()}
         alone = OneDevice(model, batches)
-        for dtype, sp in product(given.dtypes if device.type == "cuda" else ("fp32",), given.sp or splits):
+        meshes = {sp: make_mesh(place.size // sp, sp, device.type) for sp in given.sp or splits}
+        for dtype, sp in product(given.dtypes if device.type == "cuda" else ("fp32",), meshes):
             references = alone.gradients(place.size // sp, dtype == "bf16")
             for name in given.plans:
-                lines = against(references, model, batches, sp, dtype == "bf16", PLANS[name])
+                lines = against(references, model, batches, meshes[sp], dtype == "bf16", PLANS[name])
                 failed |= bool(lines)
                 if place.rank == 0:
                     what = f"dp {place.size // sp} x sp {sp}, {dtype}, {name}"
