@@ -48,7 +48,7 @@ def hopper_candidates(kernel: str, bits: str, head_dim: int, arch: str) -> Itera
 
     rows: rows that share a tile of the bias. parts, warps: groups of warps for one row, and their size. block: keys
     (`keys`: queries) of a tile. step: how many of them go through a product at once. stages: tiles under way.
-    registers: of a thread that multiplies.
+    registers: of a thread that multiplies. shares: `forward` adds up rows at the end.
     """
     if arch != "sm_90" or bits != "16" or head_dim > 64 or not has_gluon():
         return
@@ -57,9 +57,10 @@ def hopper_candidates(kernel: str, bits: str, head_dim: int, arch: str) -> Itera
     yield {**roomy, "stages": 4 if head_dim == 32 else 3}
     if kernel == "forward":
         yield {**shared, "stages": 6 if head_dim == 32 else 3}
+        yield {**shared, "stages": 6 if head_dim == 32 else 3, "shares": True}
     elif head_dim == 32:
-        block = 128 if kernel == "bias" else 64
-        yield {**shared, "block": block, "step": 32, "stages": 4}
+        for stages in (4, 6 if kernel == "bias" else 5):
+            yield {**shared, "block": 128 if kernel == "bias" else 64, "step": 32, "stages": stages}
     if head_dim == 32 and kernel != "bias":
         step = 64 if kernel == "forward" else 32
         yield {**shared, "parts": 1, "warps": 8, "block": 128, "step": step, "stages": 2}
@@ -90,7 +91,9 @@ def tune(out: Path | None = None, *, head_dims: tuple[int, ...] = (32, 64), prog
             plain = {name: value for name, value in old.items() if name != "gluon"}
             best = _fastest(run, [plain, *candidates(kernel, bits, arch)])
             # The Hopper kernels come on top: what they cannot compute runs the best of the others.
-            hopper = [{**best, "gluon": gluon} for gluon in hopper_candidates(kernel, bits, head_dim, arch)]
+            # What a kernel does for its neighbours is not seen when it runs alone, and stays as it is.
+            kept = {name: value for name, value in old.get("gluon", {}).items() if name in ("overlap", "own_delta")}
+            hopper = [{**best, "gluon": gluon | kept} for gluon in hopper_candidates(kernel, bits, head_dim, arch)]
             table["configs"][kernel][bits][f"D{head_dim}"][bucket] = _fastest(run, [best, *hopper])
     return triton_support.write_table(table, "evoflash3d", out)
 
