@@ -114,8 +114,9 @@ class Membership:
         self._devices = [device.index] if on_gpu else None
         if on_gpu:
             torch.cuda.set_device(device)
-        if place.rank == 0:
-            forget_failures(store)
+        # On every rank: the first to come must not take a failure of an earlier group for one of this group, in which
+        # no collective can have failed before all are here.
+        forget_failures(store)
         self.watch = Watch(store, place.rank, place.size)
         # No device_id: torch would split the mesh's groups off this one, and torch (2.11 to 2.13 at least) dies of a
         # segmentation fault in that where the process has had a group before, as a worker with several points has.

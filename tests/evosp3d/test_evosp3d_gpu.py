@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,29 @@ def test_parity_of_every_split_over_nccl():
     done = _parity(torch.cuda.device_count())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "bf16, stock: ok" in done.stdout and "bf16, megafold: ok" in done.stdout
+
+
+SEVERAL = [pytest.mark.multigpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs several GPUs")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=SEVERAL)])
+def test_a_process_can_be_in_one_group_after_another(device):
+    command = [sys.executable, Path(__file__).with_name("two_groups.py"), device]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        env = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
+    try:
+        logs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], logs
+    assert all("left 2" in log for log in logs)
 
 
 # Seconds in which both ranks end, and what one of them says.
