@@ -10,7 +10,7 @@ from megafold.evoflash3d import reference
 from megafold.evoflash3d.api import evoflash3d
 from megafold.evoflash3d.dropout import philox_keep
 from megafold.evoflash3d.reference import eager_attention
-from megafold.testing import budget, outputs_and_gradients, relative_error
+from megafold.testing import budget, check_budget, outputs_and_gradients, relative_error
 
 B, R, H, N, D = 2, 3, 2, 10, 8
 
@@ -53,7 +53,7 @@ def test_wrong_argument_is_named_with_what_is_allowed(change, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("n_keys", [N, 7, 2], ids=["square", "sharded", "two keys, whose gradients cancel"])
+@pytest.mark.parametrize("n_keys", [N, 7], ids=["square", "sharded"])
 def test_reference_keeps_the_error_budget_in_many_chunks(monkeypatch, dtype, n_keys):
     monkeypatch.setattr(reference, "CHUNK_ELEMENTS", 3 * n_keys * H)  # three queries of one row at a time
     wide = inputs(n_keys=n_keys)
@@ -69,6 +69,19 @@ def test_reference_keeps_the_error_budget_in_many_chunks(monkeypatch, dtype, n_k
     for name, truth in exact.items():
         assert relative_error(ours[name], truth) <= budget(relative_error(eager[name], truth), dtype), name
     assert not ours["out"][0, 1].any() and not ours["dq"][0, 1].any() and not ours["dv"][0, 1].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_keys_whose_gradients_cancel_keep_the_error_budget(seed):
+    """d(out) . v and d(out) . out are close: with delta from the output in bf16, half of all draws miss the budget."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {n: torch.randn(1, 2, 2, m, 64, generator=generator).bfloat16() for n, m in (("q", 33), ("k", 2), ("v", 2))}
+    narrow = rows | {"bias": torch.randn(1, 2, 33, 2, generator=generator)}
+    cotangent = torch.randn(1, 2, 2, 33, 64, generator=generator).bfloat16()
+    exact = outputs_and_gradients(eager_attention, {n: t.double() for n, t in narrow.items()}, cotangent)
+    eager = outputs_and_gradients(eager_attention, narrow, cotangent)
+    ours = outputs_and_gradients(evoflash3d, narrow, cotangent)
+    assert not [r for r in check_budget(ours, eager, exact) if not r.ok]
 
 
 def test_gradients_of_output_and_log_sum_exp_with_dropout_are_the_derivative():
