@@ -106,3 +106,27 @@ def test_descriptors_are_checked_once_and_keep_no_tensor_alive():
     assert first.base is one.q and second.base is other.q
     assert first.layout is second.layout and first.strides[1:] == list(one.q.stride()[1:])
     assert launch._checked(tuple(first.shape), tuple(first.strides), tuple(first.block_shape), BF16).base is None
+
+
+def loops_that_start_anew(ttgir: str) -> list[str]:
+    """Outer loops of a module (those with a loop inside) that carry nothing from one turn to the next."""
+    lines = ttgir.splitlines()
+    loops = [(len(line) - len(line.lstrip()), line.strip()) for line in lines if "scf.for" in line]
+    outer = [line for (depth, line), (inner, _) in zip(loops, loops[1:]) if inner > depth]
+    return [line for line in outer if "iter_args" not in line]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys", "bias"])
+def test_stages_are_counted_on_from_item_to_item(kernel, monkeypatch):
+    """Who fills stages and who reads them count them alike: a count that starts anew with an item waits forever."""
+    import triton
+
+    from megafold.evoflash3d.hopper import offline
+
+    found, compile_one = [], triton.compile
+    monkeypatch.setattr(triton, "compile", lambda *a, **k: found.append(compile_one(*a, **k)) or found[-1])
+    next(case for case in offline.cases() if case.kernel == kernel and case.head_dim == 32).compile()
+    ttgir = found[0].asm["ttgir"]
+    assert ttgir.count("scf.for") >= 4
+    assert loops_that_start_anew(ttgir) == []

@@ -100,11 +100,9 @@ def product_partition(
             x_1 = load_bias(pointer, BIAS_COLUMNS, KEEP_16, i, j + STEP)
             total_1 = gl.zeros([PART, STEP], gl.float32, scores)
         first = chunk * rows_per_chunk
-        rows = gl.minimum(rows_per_chunk, R - first)
-        # One number counts the rows and the tiles: registers are so short that a second one is spilled.
-        for at in range(tile, tile + rows):
-            stage = at % STAGES
-            mbarrier.wait(ready.index(stage), (at // STAGES) & 1)
+        for _r in range(first, gl.minimum(first + rows_per_chunk, R)):
+            stage = tile % STAGES
+            mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
             q_tile = q_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
             g_tile = g_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
             k_tile = k_s.index(stage).reshape([BLOCK_J, D])
@@ -122,7 +120,7 @@ def product_partition(
                 )  # fmt: skip
             thread_barrier()
             mbarrier.arrive(free.index(stage), count=1)
-        tile += rows
+            tile += 1
         base = dbias + (chunk.to(gl.int64) * (B * H) + bh) * NQ * NK + i.to(gl.int64) * NK
         gl.store(base + j, total_0.to(dbias.dtype.element_ty), mask=(i < NQ) & (j < NK))
         if STEP == 32:
