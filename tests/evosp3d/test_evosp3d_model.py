@@ -207,6 +207,20 @@ def test_blocks_as_graphs_give_the_same_and_send_the_same(
         assert expected <= set(kinds)
 
 
+@pytest.mark.parametrize(
+    ("shape", "runs"),
+    [((1, 2, 2047, 4), True), ((1, 2, 2048, 4), False), ((48, 3000, 4), True), ((80_000_001,), False)],
+    ids=str,
+)
+def test_long_structures_and_large_blocks_are_not_recorded(shape, runs):
+    from megafold.evosp3d.graphs import RankGraphs
+    from megafold.evosp3d.mesh import Shards
+    from megafold.model.graphs import Emulated
+
+    tensor = torch.zeros(1).expand(shape)
+    assert RankGraphs(Shards(), Emulated()).runs(tensor, {"mask": None, "n": 3}) is runs
+
+
 def test_serialize_gives_the_stock_model_back(helpers, make_model):
     from megafold.evosp3d.parallelize import parallelize, serialize
 
