@@ -9,7 +9,7 @@ whether any rank had a gradient, since a parameter without one is left alone by 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,26 +57,35 @@ class GradientReducer:
         self._settled = False
 
     def finish(self) -> None:
-        """Wait for the sums and put them where the gradients were."""
+        """Put the sums where the gradients were: None where no rank had one, which the host waits for."""
+        doubtful = self.sum()
+        doubtful.set_aside()
+        if doubtful.parameters:
+            doubtful.give_back(doubtful.used.tolist())
+
+    def sum(self) -> Doubtful:
+        """As :meth:`finish`, without waiting: what this rank had no gradient for has zeros where no other had one."""
         while len(self._sent) < len(self._buckets):
             self._send()
-        flags = []
+        flags, absent = [], []
         for members, flat, work in self._sent:
             work.wait()
+            if self._dp > 1:
+                flat.div_(self._dp)
             sizes = [self._parameters[index].numel() for index in members]
             *gradients, used = flat.split([*sizes, len(members)])
-            flags.append(used)
-            for index, gradient in zip(members, gradients):
+            for place, (index, gradient) in enumerate(zip(members, gradients)):
                 parameter = self._parameters[index]
-                parameter.grad = gradient.view_as(parameter).div_(self._dp)
-        used = torch.cat(flags).tolist() if flags else []  # the one read of a device number
-        for index, flag in zip((index for members, *_ in self._sent for index in members), used):
-            if not flag:
-                self._parameters[index].grad = None
+                if parameter.grad is None:
+                    absent.append((sum(map(len, flags)) + place, parameter))
+                parameter.grad = gradient.view_as(parameter)
+            flags.append(used)
+        used = torch.cat([flag.float() for flag in flags]) if flags else torch.zeros(0)
         order, self._sent = self._order, []
         if not self._settled:
             self._settle(order)
         self._reset()
+        return Doubtful([place for place, _ in absent], [parameter for _, parameter in absent], used)
 
     def drop(self) -> None:
         """Forget a backward that was not finished: what is on its way is waited for and left unread."""
@@ -131,6 +140,35 @@ class GradientReducer:
         dist.broadcast_object_list(told, src=0, group=self._group)
         self._arrange(told[0])
         self._settled = True
+
+
+class Doubtful:
+    """Parameters that this rank had no gradient for; whether another had one is known to the device alone.
+
+    Attributes:
+        parameters: with sums in ``.grad``.
+        used: fp32, one number for each parameter of the model, above 0 where some rank had a gradient.
+    """
+
+    def __init__(self, places: list[int], parameters: list[nn.Parameter], used: Tensor) -> None:
+        self._places, self.parameters, self.used = places, parameters, used
+        self._gradients: list[Tensor] = []
+
+    def set_aside(self) -> None:
+        """Take their gradients away, so that an optimizer leaves them alone."""
+        self._gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def give_back(self, used: Sequence[float]) -> list[nn.Parameter]:
+        """Give those their gradients for which some rank had one, by the numbers of :attr:`used`; returns them."""
+        found = []
+        for place, parameter, gradient in zip(self._places, self.parameters, self._gradients):
+            if used[place]:
+                parameter.grad = gradient
+                found.append(parameter)
+        self._gradients = []
+        return found
 
 
 class _Hook:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megafold.evosp3d.forward import local_batch
 from megafold.evosp3d.mesh import Shards, make_mesh
 from megafold.evosp3d.parallelize import parallelize
-from megafold.evosp3d.reduce import GradientReducer
+from megafold.evosp3d.reduce import Doubtful, GradientReducer
 
 if TYPE_CHECKING:
     from megafold.model.plan import Plan
@@ -50,9 +50,9 @@ class Parallel:
         """What of a batch this rank has to bring to its device."""
         return local_batch(dict(batch), self.shards)
 
-    def reduce(self) -> None:
-        """After the backward: every gradient becomes that of the global batch."""
-        self._reducer.finish()
+    def reduce(self) -> Doubtful:
+        """After the backward: every gradient becomes that of the global batch; which of them may be none at all."""
+        return self._reducer.sum()
 
     def mean(self, loss: Tensor, terms: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and terms of the global batch: the mean over the replicas, whose ranks agree already."""

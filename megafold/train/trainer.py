@@ -5,7 +5,7 @@ The measurements of the suite call exactly this step, for every contender, so it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from megafold.train.offload import HostCopies
 from megafold.train.optimizer import OptimizerSettings
 
 if TYPE_CHECKING:
+    from megafold.evosp3d.reduce import Doubtful
     from megafold.metrics.timing import Mark
     from megafold.train.parallel import Parallel
 
@@ -141,7 +142,7 @@ class Trainer:
         inputs = expand({name: _to(value, self.device) for name, value in batch.items()})
         if self._parallel is not None and whole:
             inputs = self._parallel.local(inputs)
-        rate = self.settings.rate(self.steps)
+        rate, doubtful = self.settings.rate(self.steps), None
         start = self.timer.mark()
         try:
             with self._autocast():
@@ -153,7 +154,7 @@ class Trainer:
             loss = loss.detach()
             breakdown = {name: term.detach() for name, term in breakdown._asdict().items()}
             if self._parallel is not None:
-                self._parallel.reduce()
+                doubtful = self._parallel.reduce()
                 loss, breakdown = self._parallel.mean(loss, breakdown)
         except torch.linalg.LinAlgError:
             after_forward = self.timer.mark()
@@ -165,7 +166,7 @@ class Trainer:
         after_backward = self.timer.mark()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.clip_grad_norm).detach()
         fails = ~torch.isfinite(loss + grad_norm)
-        skipped = self._update(rate, fails)
+        skipped = self._update(rate, fails, doubtful)
         end = self.timer.mark()
         self.steps += 1
         self.skipped += skipped
@@ -180,21 +181,39 @@ class Trainer:
             marks=(start, after_forward, after_backward, end),
         )
 
-    def _update(self, rate: float, fails: Tensor) -> bool:
-        """Take the optimizer's step unless ``fails``, and return that: the only read of a device number in a step.
+    def _update(self, rate: float, fails: Tensor, doubtful: Doubtful | None) -> bool:
+        """Take the optimizer's step unless ``fails``, and return that: the only read of device numbers in a step.
 
         An update with NaN in it would be lost silently. The fused optimizer looks at ``fails`` on the device, so its
-        launches need not wait for the backward to end.
+        launches need not wait for the backward to end. Weights that this rank had no gradient for wait for the read,
+        and take a step of their own where another rank had one.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.device.type == "cuda":
+        numbers = fails.float().reshape(1)
+        if doubtful is not None and doubtful.parameters:
+            doubtful.set_aside()
+            numbers = torch.cat([numbers, doubtful.used.to(numbers.device)])
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             self.optimizer.found_inf = fails.to(self.device, torch.float32)
             self.optimizer.step()
-            return bool(fails)
-        if not fails:
+        failed, *used = numbers.tolist()
+        if not on_gpu and not failed:
             self.optimizer.step()
-        return bool(fails)
+        if used and (late := doubtful.give_back(used)) and not failed:
+            self._step_of(late)
+        return bool(failed)
+
+    def _step_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The optimizer's step of these alone."""
+        chosen = {id(parameter) for parameter in parameters}
+        others = [(p, p.grad) for p in self.parameters if p.grad is not None and id(p) not in chosen]
+        for parameter, _ in others:
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, gradient in others:
+            parameter.grad = gradient
 
     def offload(self) -> None:
         """Drop the gradients and move weights and optimizer state to host memory, to leave the device to another.
