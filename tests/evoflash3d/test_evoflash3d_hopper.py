@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -112,7 +114,7 @@ def loops_that_start_anew(ttgir: str) -> list[str]:
     """Outer loops of a module (those with a loop inside) that carry nothing from one turn to the next."""
     lines = ttgir.splitlines()
     loops = [(len(line) - len(line.lstrip()), line.strip()) for line in lines if "scf.for" in line]
-    outer = [line for (depth, line), (inner, _) in zip(loops, loops[1:]) if inner > depth]
+    outer = [line for (depth, line), (inner, _) in itertools.pairwise(loops) if inner > depth]
     return [line for line in outer if "iter_args" not in line]
 
 
