@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,20 @@ def trace_step(trainer: Trainer, batch: dict[str, Any], out: Path | None) -> tup
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(out))
-    kernels = [
-        (event.name(), (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9))
-        for event in trace.profiler.kineto_results.events()
-        if not on_gpu or event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    return seconds, overlap(*split_by_kind(kernels))
+    events = trace.profiler.kineto_results.events()
+    if on_gpu:
+        events = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = spans_of([(event.start_ns(), event.duration_ns()) for event in events])
+    return seconds, overlap(*split_by_kind([(event.name(), span) for event, span in zip(events, spans)]))
+
+
+def spans_of(events: Sequence[tuple[int, int]]) -> list[Span]:
+    """Start and duration in whole nanoseconds since any moment -> start and end in seconds since the first start.
+
+    Seconds since 1970 would be rounded to a quarter of a microsecond, which is as long as the gap between kernels.
+    """
+    first = min((start for start, _ in events), default=0)
+    return [((start - first) / 1e9, (start - first + duration) / 1e9) for start, duration in events]
 
 
 def main() -> int:

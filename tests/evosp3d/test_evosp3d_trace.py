@@ -8,13 +8,27 @@ import os
 import subprocess
 import sys
 
-from megafold.train.trace import split_by_kind
+import pytest
+
+from megafold.metrics.overlap import overlap
+from megafold.train.trace import spans_of, split_by_kind
 
 
 def test_kernels_of_both_vendors_are_told_apart_and_copies_are_neither():
     names = ["ncclDevKernel_SendRecv(ncclDevKernelArgs)", "Memcpy HtoD", "forward_kernel", "rcclDevKernel", "Memset"]
     sends, computes = split_by_kind([(name, (i, i + 1)) for i, name in enumerate(names)])
     assert (sends, computes) == ([(0, 1), (3, 4)], [(2, 3)])
+
+
+def test_short_kernels_long_after_1970_keep_their_nanoseconds():
+    began = 1_796_036_400_123_456_789
+    sends, computes = ([(began + first + 300 * i, 101) for i in range(1000)] for first in (0, 150))
+    spans = spans_of([*sends, *computes])
+    found = overlap(spans[:1000], spans[1000:])
+    assert found.total == pytest.approx(999 * 300e-9 + 251e-9, rel=1e-9)
+    assert [found.communication, found.computation] == pytest.approx([101e-6, 101e-6], rel=1e-9)
+    assert found.hidden == pytest.approx(0, abs=1e-15)
+    assert spans_of([]) == []
 
 
 def test_every_rank_tells_what_it_sent_and_what_overlapped(tmp_path):
