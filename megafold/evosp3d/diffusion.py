@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.rebind import Stand, with_names
+from megafold.model.diffusion import alignment_weights
 from megafold.model.repeated import Repeated, materialize
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def diffusion_loss(
     noise = share.of(torch.randn_like(atom_pos_ground_truth), batch)
     own = {name: share.of(value, batch) for name, value in kwargs.items()}
     own |= {"sigmas": share.of(sigmas, batch), "loss_reduction": "none"}
-    forward = with_names(type(self).forward, torch=Stand(torch, randn_like=lambda _: noise))
+    names = {"torch": Stand(torch, randn_like=lambda _: noise), "calculate_weighted_rigid_align_weights": _weights}
+    forward = with_names(type(self).forward, **names)
     # What the loss itself draws (chains to permute, atom pairs to leave out) depends on how many augmentations there
     # are here: the ranks' generators must not part over it.
     state = random.getstate()
@@ -84,6 +86,20 @@ def diffusion_loss(
     random.setstate(state)
     loss, terms = (_part(value, share, batch) for value in (out.loss, out.loss_breakdown))
     return type(out)(loss, out.denoised_atom_pos, terms, out.noise_sigmas)
+
+
+def _weights(
+    atom_pos_ground_truth: Tensor,
+    molecule_atom_lens: Tensor,
+    is_molecule_types: Tensor | None = None,
+    nucleotide_loss_weight: float = 5.0,
+    ligand_loss_weight: float = 10.0,
+) -> Tensor:
+    """The stock function without asking the device for lengths, thrice a kind of molecule."""
+    if is_molecule_types is None:
+        return atom_pos_ground_truth.new_ones(atom_pos_ground_truth.shape[:2])
+    kinds = (molecule_atom_lens, is_molecule_types, nucleotide_loss_weight, ligand_loss_weight)
+    return alignment_weights(atom_pos_ground_truth, *kinds)
 
 
 def sample(self: ElucidatedAtomDiffusion, *args: Any, shards: Shards, **kwargs: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """The four functions of einx that the stock code applies to pairs, for ranks that hold no row as well.
 
-einx cannot solve for an axis of length 0; elsewhere it is used as it is.
+einx cannot solve for an axis of length 0, and brings a plain number to the device by a copy that the host waits for;
+elsewhere it is used as it is.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _OPERATIONS = {"add": operator.add, "multiply": operator.mul, "divide": operator
 
 
 def einx_of_rows(**replaced: Callable[..., Any]) -> Stand:
-    """``einx`` whose add, multiply, divide and where take tensors without elements; ``replaced`` as given."""
+    """``einx`` whose add, multiply, divide and where take numbers and empty tensors; ``replaced`` as given."""
 
     def safe(name: str) -> Callable[..., Tensor]:
         def call(pattern: str, *values: Any) -> Tensor:
-            if any(torch.is_tensor(value) and not value.numel() for value in values):
+            if not all(torch.is_tensor(value) and value.numel() for value in values):
                 return _OPERATIONS[name](*spread(pattern, *values))
             return getattr(einx, name)(pattern, *values)
 
