@@ -97,13 +97,14 @@ class Buffers:
     def fill_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[bool, ...]:
         """Those of the outputs, before the last block's backward; returns which there are."""
         if not self.of_outputs:
-            self.of_outputs = [torch.empty_like(out) if out.is_floating_point() else None for out in self.outputs]
-            self.of_inputs = [
+            of_outputs = [torch.empty_like(out) if out.is_floating_point() else None for out in self.outputs]
+            of_inputs = [
                 torch.empty_like(buffer) if wants and index >= (self.carried if self.chains else 0) else None
                 for index, (buffer, wants) in enumerate(zip(self.inputs, self.wants))
             ]
             if self.chains:
-                self.of_inputs[: self.carried] = self.of_outputs
+                of_inputs[: self.carried] = of_outputs
+            self.of_outputs, self.of_inputs = of_outputs, of_inputs  # both or, out of memory, none
         for buffer, gradient in zip(self.of_outputs, gradients):
             if gradient is not None:
                 buffer.copy_(gradient)

@@ -250,8 +250,13 @@ class BlockGraphs:
         while len(self._shapes) >= self.most:
             self._shapes.popitem(last=False)[1].release()
         self._pool = self._pool or self.recorder.pool()
-        shape = self._shapes[key] = Buffers(self.recorder, self._pool, call, precision, carried)
-        shape.allocate(layer, tensors)
+        shape = Buffers(self.recorder, self._pool, call, precision, carried)
+        try:
+            shape.allocate(layer, tensors)
+        except BaseException:  # out of memory, for instance: the next call must not find a half of it
+            shape.release()
+            raise
+        self._shapes[key] = shape
         return shape, tensors
 
     def _is_known(self, key: Hashable) -> bool:

@@ -199,6 +199,26 @@ def test_another_length_seen_once_is_not_recorded(module, monkeypatch):
         assert graphs.shapes == shapes
 
 
+@pytest.mark.parametrize("failing", range(8), ids="allocation-{}".format)
+def test_out_of_memory_leaves_no_half_of_a_shape(failing, module, monkeypatch):
+    """Whichever of the first buffers it is that there is no room for: three inputs, two outputs, their gradients."""
+    graphs, layer, inputs = BlockGraphs(Emulated()), [module], _inputs()
+    expected = _gradients(lambda given: _block(layer, *given), module, inputs)
+    empty_like, left = torch.empty_like, [failing]
+
+    def full(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == -1:
+            raise torch.OutOfMemoryError("no room")
+        return empty_like(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
+    found = _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
+    assert left[0] < -1 and all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
 class _Refusing(Emulated):
     """Loss and gradients in one cannot be recorded, as where an operator of the loss waits for the device."""
 
