@@ -78,7 +78,10 @@ class RankGraphs(BlockGraphs):
     def runs(self, *args: Any) -> bool:
         """Whether blocks with these arguments are recorded, on every rank: asked once a shape."""
         tensors = [leaf for leaf in tree_flatten(args)[0] if torch.is_tensor(leaf)]
-        key = tuple((tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in tensors)
+        # A rank without augmentations of a training step repeats one, as many as all ranks have of a rollout: the key
+        # must tell the two apart there too, or this rank alone would not ask.
+        kinds = tuple((tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for t in tensors)
+        key = torch.is_grad_enabled(), kinds
         if key not in self._agreed:
             if len(self._agreed) >= KNOWN_SHAPES:
                 self._agreed.clear()

@@ -221,6 +221,26 @@ def test_long_structures_and_large_blocks_are_not_recorded(shape, runs):
     assert RankGraphs(Shards(), Emulated()).runs(tensor, {"mask": None, "n": 3}) is runs
 
 
+def _asks_in_training_and_in_a_rollout(requires_grad):
+    from megafold.evosp3d.graphs import RankGraphs
+    from megafold.evosp3d.mesh import Shards
+    from megafold.model.graphs import Emulated
+
+    shards = Shards(torch.distributed.group.WORLD)
+    graphs = RankGraphs(shards, Emulated())
+    counts = [share_of(shards, total).count for total in (4, 1)]
+    trained = graphs.runs(torch.zeros(counts[0], 5, 8, requires_grad=requires_grad))
+    with torch.no_grad():
+        return counts, [trained, graphs.runs(torch.zeros(counts[1], 5, 8))]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["", "frozen"])
+def test_a_rank_that_repeats_an_augmentation_asks_as_often_as_the_others(run_ranks, requires_grad):
+    """Four augmentations and one rollout on three ranks: the last one denoises one structure in both."""
+    found = run_ranks(3, _asks_in_training_and_in_a_rollout, requires_grad)
+    assert found == [([2, 1], [True, True]), ([2, 1], [True, True]), ([1, 1], [True, True])]
+
+
 def test_serialize_gives_the_stock_model_back(helpers, make_model):
     from megafold.evosp3d.parallelize import parallelize, serialize
 
