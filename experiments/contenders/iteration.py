@@ -215,6 +215,8 @@ class IterationSession:
             self._activity = found if found.launches + found.graphs else None
         except torch.OutOfMemoryError:  # the profiler's own needs; what was timed has fitted
             missing = "out of memory under the profiler"
+        except RuntimeError as error:  # nor is what was timed lost to a profiler that fails
+            missing = f"the profiler failed: {' '.join(str(error).split())[:200]}"
         if self._activity is None:
             self.notes = [*self.notes, f"launches and waits were not counted: {missing}"]
         print(f"profiled step: {time.perf_counter() - started:.1f} s", flush=True)

@@ -157,7 +157,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
                     yield module, method, getattr(type(module), method)
         found = module.__dict__.get(recompute.GRAPHS)
         if found is not None:
-            graphs = graphs or RankGraphs(shards, found.recorder, patience=found.patience)
+            graphs = graphs or RankGraphs(shards, found.recorder, most=found.most, patience=found.patience)
             yield module, recompute.GRAPHS, graphs
 
 

@@ -153,10 +153,18 @@ def run_out(step):
     raise torch.OutOfMemoryError("no room for events")
 
 
+def give_up(step):
+    raise RuntimeError("CUPTI is\n  busy")
+
+
 @pytest.mark.parametrize(
     ("count", "reason"),
-    [(run_out, "out of memory under the profiler"), (lambda step: Activity(0, 0, 2), "no launch was traced")],
-    ids=["out-of-memory", "nothing-traced"],
+    [
+        (run_out, "out of memory under the profiler"),
+        (give_up, "the profiler failed: CUPTI is busy"),
+        (lambda step: Activity(0, 0, 2), "no launch was traced"),
+    ],
+    ids=["out-of-memory", "fails", "nothing-traced"],
 )
 def test_a_profile_that_fails_costs_its_counts_alone(count, reason, monkeypatch):
     monkeypatch.setattr(iteration, "count_activity", count)
