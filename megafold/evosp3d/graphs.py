@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megafold.evosp3d.mesh import Shards
     from megafold.evosp3d.traffic import Traffic
 
-# Blocks on larger tensors (N above 780 on one rank, above 1580 on one of four, with 128 channels of pairs) keep a
+# Blocks on larger tensors (N above 790 on one rank, above 1580 on one of four, with 128 channels of pairs) keep a
 # device busy without graphs.
 MOST_ELEMENTS = 80_000_000
 KNOWN_SHAPES = 4096
@@ -100,7 +100,7 @@ class RankGraphs(BlockGraphs):
 def _is_too_much(tensor: Tensor) -> bool:
     """A tensor beyond MOST_ELEMENTS, or of pairs [b, n, N, c] so long that memory counts more than the host's time.
 
-    What graphs work in serves nothing else: 4 GiB of a rank's 17 at N = 1536 on eight ranks.
+    What graphs work in serves nothing else.
     """
     is_long = tensor.ndim == 4 and tensor.shape[2] >= THIRD_GROUPED_FROM
     return is_long or tensor.numel() > MOST_ELEMENTS

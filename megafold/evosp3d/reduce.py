@@ -67,7 +67,7 @@ class GradientReducer:
         """As :meth:`finish`, without waiting: what this rank had no gradient for has zeros where no other had one."""
         while len(self._sent) < len(self._buckets):
             self._send()
-        flags, absent = [], []
+        flags, absent, first = [], [], 0
         for members, flat, work in self._sent:
             work.wait()
             if self._dp > 1:
@@ -77,9 +77,10 @@ class GradientReducer:
             for place, (index, gradient) in enumerate(zip(members, gradients)):
                 parameter = self._parameters[index]
                 if parameter.grad is None:
-                    absent.append((sum(map(len, flags)) + place, parameter))
+                    absent.append((first + place, parameter))
                 parameter.grad = gradient.view_as(parameter)
             flags.append(used)
+            first += len(members)
         used = torch.cat([flag.float() for flag in flags]) if flags else torch.zeros(0)
         order, self._sent = self._order, []
         if not self._settled:

@@ -162,7 +162,7 @@ def main() -> int:
     given = parser.parse_args()
     place = find_place()
     if place is None:
-        raise SystemExit("start several ranks with torchrun or srun")
+        parser.error("start several ranks with torchrun or srun")
     device = device_of(place, "auto")
     splits = [sp for sp in range(1, place.size + 1) if place.size % sp == 0]
     if given.sp is not None and not set(given.sp) <= set(splits):

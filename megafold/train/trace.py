@@ -1,8 +1,8 @@
 """What of a training step's communication runs under compute: `torchrun --nproc-per-node P -m megafold.train.trace`.
 
-All P ranks share one structure. Two steps warm up, one is traced. Every rank prints a line of JSON: seconds of
-communication (kernels of NCCL or RCCL, waiting for the other ranks included), of computation, of both at once and of
-neither, and the bytes sent by operator. ``--out FOLDER`` keeps the traces, for a viewer of Chrome traces.
+All P ranks share one structure. Two steps warm up, one is timed and one is traced. Every rank prints a line of JSON:
+seconds of communication (kernels of NCCL or RCCL, waiting for the other ranks included), of computation, of both at once
+and of neither, and the bytes sent by operator. ``--out FOLDER`` keeps the traces, for a viewer of Chrome traces.
 """
 
 from __future__ import annotations
@@ -72,9 +72,11 @@ def main() -> int:
     parser.add_argument("--msa-depth", type=int, default=512)
     parser.add_argument("--out", type=Path, help="a folder for the traces")
     given = parser.parse_args()
+    if given.n_tokens < 1 or given.msa_depth < 1:
+        parser.error(f"--n-tokens and --msa-depth: are {given.n_tokens} and {given.msa_depth}; expected 1 or more")
     place = find_place()
     if place is None:
-        raise SystemExit("start several ranks with torchrun or srun")
+        parser.error("start several ranks with torchrun or srun")
     device = device_of(place, "auto")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with joined(place, device, timeout_s=600):
