@@ -1,8 +1,8 @@
 """What of a training step's communication runs under compute: `torchrun --nproc-per-node P -m megafold.train.trace`.
 
 All P ranks share one structure. Two steps warm up, one is timed and one is traced. Every rank prints a line of JSON:
-seconds of communication (kernels of NCCL or RCCL, waiting for the other ranks included), of computation, of both at once
-and of neither, and the bytes sent by operator. ``--out FOLDER`` keeps the traces, for a viewer of Chrome traces.
+seconds of communication (kernels of NCCL or RCCL, waiting for the other ranks included), of computation, of both at
+once and of neither, and the bytes sent by operator. ``--out FOLDER`` keeps the traces, for a viewer of Chrome traces.
 """
 
 from __future__ import annotations
