@@ -21,6 +21,7 @@ from megafold.evoflash3d.tiles import (
     load_statistics,
     load_tile,
     probability,
+    score_gradient,
     store_tile,
 )
 
@@ -64,7 +65,8 @@ def few_keys_delta_kernel(
     EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over at most BLOCK_J keys of p * d(p), minus d(lse): equal to what `delta_kernel` makes but for the
-    rounding of the output. With few keys d(p) - delta cancels so far that this rounding is most of its error."""
+    rounding of the output. With few keys d(p) - delta cancels so far that this rounding is most of its error. For the
+    Hopper kernels; those below make the sum themselves (FEW), and their `delta` is only minus d(lse)."""
     pid = tl.program_id(0)
     n_i = tl.cdiv(NQ, BLOCK_I)
     i_start = (pid % n_i) * BLOCK_I
@@ -103,6 +105,7 @@ def queries_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_I queries."""
     pid = tl.program_id(0)
@@ -138,7 +141,7 @@ def queries_kernel(
             dp *= keep_factor(
                 seed, threshold, inverse_keep, b + b0, r + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :]
             )
-        ds = (p * (dp - delta_i[:, None])).to(k_tile.dtype)
+        ds = score_gradient(p, dp, delta_i, 1, FEW).to(k_tile.dtype)
         acc = tl.dot(ds, k_tile, acc, input_precision=PRECISION)
     store_tile(dq, b, r, h, i_start, dq_b, dq_r, dq_h, dq_n, NQ, acc * scale, D, BLOCK_I, BLOCK_D)
 
@@ -152,6 +155,7 @@ def keys_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """One program: one row, one head, BLOCK_J keys. `bias` is transposed: [B, H, NK, NQ], padded."""
     pid = tl.program_id(0)
@@ -179,6 +183,8 @@ def keys_kernel(
         p = probability(product, scale, bias_tile, lse_i[None, :], HAS_BIAS, WIDE)
         if HAS_MASK:
             p = tl.where(keep_key[:, None], p, 0.0)
+        elif FEW and not HAS_BIAS:
+            p = tl.where((j < NK)[:, None], p, 0.0)
         dp = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
@@ -189,7 +195,7 @@ def keys_kernel(
             dropped = p * keep
             dp *= keep
         dv_tile = tl.dot(dropped.to(g_tile.dtype), g_tile, dv_tile, input_precision=PRECISION)
-        ds = (p * (dp - delta_i[None, :])).to(q_tile.dtype)
+        ds = score_gradient(p, dp, delta_i, 0, FEW).to(q_tile.dtype)
         dk_tile = tl.dot(ds, q_tile, dk_tile, input_precision=PRECISION)
     store_tile(dk, b, r, h, j_start, dk_b, dk_r, dk_h, dk_n, NK, dk_tile * scale, D, BLOCK_J, BLOCK_D)
     store_tile(dv, b, r, h, j_start, dv_b, dv_r, dv_h, dv_n, NK, dv_tile, D, BLOCK_J, BLOCK_D)
@@ -204,6 +210,7 @@ def bias_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     EVEN_I: tl.constexpr, EVEN_J: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of d(bias) over a chunk of rows; `dbias` is [chunks, B, H, NQ, NK]. The tiles of one head
     and chunk are neighbours, so that they read the same rows at about the same time."""
@@ -245,7 +252,7 @@ def bias_kernel(
             dp *= keep_factor(
                 seed, threshold, inverse_keep, b + b0, r + r0, h + h0, (i + i0)[:, None], (j + j0)[None, :]
             )
-        total += p * (dp - delta_i[:, None])
+        total += score_gradient(p, dp, delta_i, 1, FEW)
         lse_i, delta_i = next_lse, next_delta
     base = dbias + (chunk.to(tl.int64) * (B * H) + bh) * NQ * NK
     pointers = base + i.to(tl.int64)[:, None] * NK + j[None, :]

@@ -111,6 +111,10 @@ def statistics(
         HAS_GRAD_LSE=grad_lse is not None, NATURAL=natural_lse, WIDE=problem.wide, num_warps=4,
     )  # fmt: skip
     found = {"grad_out": grad_out, "lse2": lse2, "delta": delta}
+    if problem.NK <= FEW_KEYS:
+        found["minus_grad_lse"] = torch.zeros_like(delta)
+        if grad_lse is not None:
+            found["minus_grad_lse"][..., : problem.NQ] = -grad_lse
     if has_few_keys(problem):
         config = {"block_i": 32, "block_j": FEW_KEYS, "num_warps": 4, "num_stages": 1}
         few_keys_delta_kernel[(triton.cdiv(problem.NQ, 32) * problem.B * problem.R * problem.H,)](
@@ -119,6 +123,11 @@ def statistics(
             **options(config),
         )  # fmt: skip
     return found
+
+
+def few_keys(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`gradients` as the Triton kernels take them: with few keys they make delta themselves."""
+    return gradients | {"delta": gradients.get("minus_grad_lse", gradients["delta"])}
 
 
 def has_few_keys(problem: Problem) -> bool:
@@ -136,7 +145,8 @@ def query_gradient(
         return as_like(dq, q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     queries_kernel[(programs,)](
-        **problem.arguments(config, gradients, tiled_statistics=False),
+        **problem.arguments(config, few_keys(gradients), tiled_statistics=False),
+        FEW=problem.NK <= FEW_KEYS,
         dq=dq,
         **problem.strides("dq", dq),
         **options(config),
@@ -154,8 +164,8 @@ def key_gradients(
         return as_like(dk, k), as_like(dv, v)
     programs = triton.cdiv(problem.NK, config["block_j"]) * problem.R * problem.H * problem.B
     keys_kernel[(programs,)](
-        **problem.arguments(config, gradients, transposed_bias=True), dk=dk, dv=dv,
-        **problem.strides("dk", dk), **problem.strides("dv", dv), **options(config),
+        **problem.arguments(config, few_keys(gradients), transposed_bias=True), FEW=problem.NK <= FEW_KEYS,
+        dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv), **options(config),
     )  # fmt: skip
     return as_like(dk, k), as_like(dv, v)
 
@@ -169,8 +179,8 @@ def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, 
         hopper.launch_bias(problem, gradients, partial, rows_per_chunk, config["gluon"])
     else:
         bias_kernel[(_bias_tiles(problem, config) * chunks,)](
-            **problem.arguments(config, gradients, tiled_statistics=False), dbias=partial,
-            B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
+            **problem.arguments(config, few_keys(gradients), tiled_statistics=False), FEW=problem.NK <= FEW_KEYS,
+            dbias=partial, B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
         )  # fmt: skip
     return as_like(sum_of_chunks(partial, bias.dtype) if chunks > 1 else partial[0], bias)
 

@@ -56,6 +56,7 @@ class Case:
             "TMA": tma,
             "WIDE": self.dtype == "fp32",
             "NATURAL": False,
+            "FEW": False,
         }
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         rows, columns = config["block_i"], config["block_j"]

@@ -104,6 +104,20 @@ def probability(product, scale, bias_tile, lse_i, HAS_BIAS: tl.constexpr, WIDE: 
 
 
 @triton.jit
+def score_gradient(p, dp, delta, AXIS: tl.constexpr, FEW: tl.constexpr):
+    """d(scores) = p (d(p) - delta), with delta per query; keys along AXIS.
+
+    FEW: the tile holds all keys, so that the probabilities can be made to sum to 1 and delta comes from the same d(p);
+    `delta` is then only what d(lse) adds. So the gradient of a query with one live key is exactly 0.
+    """
+    if FEW:
+        total = tl.sum(p, AXIS)
+        p = tl.div_rn(p, tl.expand_dims(tl.where(total == 0.0, 1.0, total), AXIS) + tl.zeros_like(p))
+        delta += tl.sum(p * dp, AXIS)
+    return p * (dp - tl.expand_dims(delta, AXIS))
+
+
+@triton.jit
 def keep_factor(seed, threshold, inverse_keep, b, r, h, i, j):
     """1 / (1 - p) where dropout keeps the probability of the global (b, r, h, i, j), else 0; i and j broadcast."""
     c0 = j + i * 0

@@ -32,6 +32,10 @@ CASES = {
     "single query": (1, 1, 1, 1, 3, 8, FP32, FP32, False, 0.0, False, 16, 16),
     "few keys in fp16": (1, 2, 2, 33, 2, 64, FP16, FP32, False, 0.0, False, 32, 32),
     "few keys in fp16, mask, dropout, lse": (1, 2, 2, 18, 5, 32, FP16, FP16, True, 0.3, True, 16, 16),
+    "one live key of 2, fp16": (1, 3, 2, 18, 2, 64, FP16, FP32, "one", 0.0, False, 16, 32),
+    "one live key of 5, no bias": (1, 2, 2, 33, 5, 32, FP16, None, "one", 0.3, False, 32, 16),
+    "one live key, fp32, shared mask": (1, 2, 1, 17, 9, 16, FP32, FP32, "one for all", 0.0, False, 16, 16),
+    "few keys in fp32, lse": (1, 2, 1, 17, 3, 16, FP32, None, False, 0.0, True, 16, 16),
     "fp16, odd length, an empty row": (1, 2, 2, 18, 33, 32, FP16, FP16, True, 0.0, False, 32, 32),
 }
 
@@ -48,10 +52,14 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
     q, g = (strided(batch, rows, heads, queries, dim, dtype=dtype) for _ in range(2))
     k, v = (strided(batch, rows, heads, keys, dim, dtype=dtype) for _ in range(2))
     bias = None if bias_dtype is None else torch.randn(batch, heads, queries, keys, dtype=bias_dtype)
-    mask = None
+    mask, alone = None, masked in ("one", "one for all")
     if masked:
-        mask = torch.rand(batch, 1 if masked == "shared" else rows, keys) > 0.3
-        mask[0, 0] = False
+        mask = torch.rand(batch, rows if masked in (True, "one") else 1, keys) > 0.3
+        if alone:
+            mask = torch.arange(keys) == 1
+            mask = mask.expand(batch, rows if masked == "one" else 1, keys).clone()
+        if masked != "one for all":
+            mask[0, 0] = False
         mask = mask.expand(batch, rows, keys)
     seed, offsets, scale = torch.tensor([1234567890123456789]), [1, 2, 3, 4, 5], 0.3
     grad_lse = torch.randn(batch, rows, heads, queries) if with_lse else None
@@ -97,9 +105,12 @@ def run(batch, rows, heads, queries, keys, dim, dtype, bias_dtype, masked, dropo
         lse = lse.masked_fill(lse == math.inf, -math.inf)
     close = torch.allclose(lse[finite].double(), exact_lse[finite], rtol=1e-5, atol=1e-5)
     results.append(["lse", close and bool((torch.isfinite(lse) == finite).all()), f"{int((~finite).sum())} empty"])
-    if masked == "shared":
+    if alone:
+        zero = not any(bool(t.any()) for t in (grads[0], grads[1], *grads[3:]))
+        results.append(["no gradient of scores", zero, "one probability is 1, the others 0"])
+    if masked in ("shared", "one for all"):
         results.append(["mask in the bias", problem.mask is None, "kernels read no mask"])
-    if masked:
+    if masked and masked != "one for all":
         empty = all(bool((t[0, 0] == 0).all()) for t in (out, *grads[:3]))
         results.append(["row without keys", empty, "output and gradients 0"])
     return results
