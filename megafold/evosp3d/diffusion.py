@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run
-from megafold.evosp3d.rebind import Stand, with_names
 from megafold.model.diffusion import alignment_weights
+from megafold.model.rebind import Stand, with_names
 from megafold.model.repeated import Repeated, materialize
 
 if TYPE_CHECKING:

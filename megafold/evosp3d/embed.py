@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megafold.evosp3d.rebind import Stand, with_names
 from megafold.evosp3d.spread import einx_of_rows
+from megafold.model.rebind import Stand, with_names
 
 if TYPE_CHECKING:
     from torch.nn import Module

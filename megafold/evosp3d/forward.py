@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.heads import bins_of, cross_entropy_of_rows, masked_mean_of_part
-from megafold.evosp3d.rebind import Stand, with_names
 from megafold.evosp3d.spread import einx_of_rows
+from megafold.model.rebind import Stand, with_names
 from megafold.model.repeated import repeat_lazily
 
 if TYPE_CHECKING:

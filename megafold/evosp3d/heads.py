@@ -15,7 +15,7 @@ from alphafold3_pytorch.alphafold3 import masked_mean
 from torch import Tensor
 
 from megafold.evosp3d.collectives import Exchange, run
-from megafold.evosp3d.rebind import with_names
+from megafold.model.rebind import with_names
 from megafold.model.repeated import materialize
 
 if TYPE_CHECKING:

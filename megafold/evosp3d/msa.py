@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from megafold.evofusion.msa.outer_product import outer_product
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evosp3d.collectives import Exchange, Gather, run, start
-from megafold.evosp3d.rebind import with_names
 from megafold.evosp3d.spread import einx_of_rows
+from megafold.model.rebind import with_names
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -19,8 +19,8 @@ from torch.nn import Module
 from megafold.evosp3d import diffusion, embed, forward, heads, msa, pair_block, single, triangle
 from megafold.evosp3d.graphs import RankGraphs
 from megafold.evosp3d.mesh import Shards
-from megafold.evosp3d.rebind import with_names
 from megafold.model import attend, denoiser, fused, recompute
+from megafold.model.rebind import with_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ import einx
 import torch
 from torch import Tensor
 
-from megafold.evosp3d.rebind import Stand
+from megafold.model.rebind import Stand
 
 _OPERATIONS = {"add": operator.add, "multiply": operator.mul, "divide": operator.truediv, "where": torch.where}
 

@@ -7,13 +7,16 @@ Each function is the ``forward`` of one stock module (``self``), with the stock 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import einx
 import torch
 import torch.nn.functional as F
+from alphafold3_pytorch.attention import Attend as StockAttend
 from alphafold3_pytorch.attention import full_attn_bias_to_windowed, full_pairwise_repr_to_windowed
 from torch import Tensor
 
+from megafold.model.rebind import Stand, with_names
 from megafold.model.repeated import Repeated, once_and_copies, remembered
 from megafold.model.windows import in_windows, with_previous
 
@@ -196,3 +199,14 @@ def _through_gate(attn: Attention, out: Tensor, x: Tensor, gate: Gate | None) ->
         return out * attn.to_gates(x)
     project, _ = attn.to_gates
     return gate(out, project(x))
+
+
+def _where(pattern: str, condition: Tensor, value: Tensor, otherwise: Any) -> Tensor:
+    """``einx.where``, a plain number made where the tensors are: einx copies it there, which no graph can hold."""
+    if not torch.is_tensor(otherwise):
+        otherwise = value.new_full((), otherwise)
+    return einx.where(pattern, condition, value, otherwise)
+
+
+attend_in_graphs = with_names(StockAttend.forward, einx=Stand(einx, where=_where))
+"""``Attend.forward``, the same numbers, for blocks that are captured while their attention stays stock."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -25,7 +26,8 @@ class Buffers:
         inputs: what the blocks read. The first ``carried`` hold what one block hands to the next.
         outputs: what the blocks write; the carried inputs themselves where blocks ``chains``.
         structure: of the output, for pytrees.
-        fails: a graph of it could not be recorded.
+        fails: a graph of it could not be recorded: its blocks compute on the buffers one operator at a time.
+        name: of the block, for warnings.
         gives: dtypes of the output, None where its shapes are not those of the carried inputs.
     """
 
@@ -36,8 +38,10 @@ class Buffers:
         call: Callable[[Layer, Sequence[Tensor]], Any],
         precision: torch.dtype | None,
         carried: int,
+        name: str = "a block",
     ) -> None:
         self.recorder, self.pool, self.call, self.precision, self.carried = recorder, pool, call, precision, carried
+        self.name = name
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.wants: list[bool] = []
@@ -123,6 +127,20 @@ class Buffers:
             self._reached[: self.carried] = [index in inputs for index in range(self.carried)]
         return tuple(self._reached[: self.carried])
 
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """What runs ``compute`` again: as a graph, or as it is where an operator cannot be recorded."""
+        if self.fails:
+            return compute
+        try:
+            return self.recorder.record(compute, self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of torch, or what a library makes of it: a wait for the device, for instance
+            reason = " ".join(str(error).split())[:300]
+            logger.warning(f"{self.name} runs one operator at a time: it could not be recorded: {reason}")
+            self.fails = True
+            return compute
+
     def gradients(self) -> list[Tensor | None]:
         """Those of the inputs, after the first block's backward."""
         return [
@@ -187,7 +205,7 @@ class Cell:
                     self.compute()
                 self._shape.warm.add(self.kind)
                 recorder.seek(position)
-            self._forward = recorder.record(self._compute, self._shape.pool)
+            self._forward = self._shape.record(self._compute)
             recorder.seek(position)
         self._forward()
 
@@ -205,8 +223,7 @@ class Cell:
                     self._compute_gradients(comes, reached, writes=False)
                 shape.warm.add((self.kind, comes))
             recorder.seek(position)
-            compute = partial(self._compute_gradients, comes, reached, writes=True)
-            replay = recorder.record(compute, shape.pool)
+            replay = shape.record(partial(self._compute_gradients, comes, reached, writes=True))
             self._backward[comes] = replay, reached
         replay, reached = self._backward[comes]
         recorder.seek(position)

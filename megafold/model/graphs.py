@@ -250,7 +250,7 @@ class BlockGraphs:
         while len(self._shapes) >= self.most:
             self._shapes.popitem(last=False)[1].release()
         self._pool = self._pool or self.recorder.pool()
-        shape = Buffers(self.recorder, self._pool, call, precision, carried)
+        shape = Buffers(self.recorder, self._pool, call, precision, carried, block.__qualname__)
         try:
             shape.allocate(layer, tensors)
         except BaseException:  # out of memory, for instance: the next call must not find a half of it

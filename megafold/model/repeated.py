@@ -7,7 +7,6 @@ ones take a tensor, and which only they ever see.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -108,15 +107,3 @@ def repeat_lazily(tensor: Tensor, pattern: str, **axes: int) -> Tensor | Repeate
     if pattern == _OVER_AUGMENTATIONS and set(axes) == {"a"} and is_feature:
         return Repeated(tensor, axes["a"])
     return repeat(tensor, pattern, **axes)
-
-
-def with_lazy_repeat(function: types.FunctionType) -> types.FunctionType:
-    """The same function, in whose body (and nowhere else) the name ``repeat`` means :func:`repeat_lazily`.
-
-    It shares the code object with ``function``, which stays as it is for every other model of the process.
-    """
-    names = {**function.__globals__, "repeat": repeat_lazily}
-    bound = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    bound.__doc__, bound.__qualname__ = function.__doc__, function.__qualname__
-    return bound

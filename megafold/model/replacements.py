@@ -35,6 +35,7 @@ recompute, graphs     PairformerStack.to_checkpointed_layers                  re
 graphs, evofusion     DiffusionTransformer.to_serial_layers (tokens; all)     recompute.serial_blocks
 graphs                MSAModule.to_checkpointed_layers                        recompute.msa_blocks
 graphs                TemplateEmbedder.to_checkpointed_layers                 recompute.template_blocks
+graphs                Attend.forward (blocks whose attention stays stock)     attention.attend_in_graphs
 recompute             RelativePositionEncoding.forward                        recompute.relative_positions
 ====================  ======================================================  ==========================================
 
@@ -51,7 +52,7 @@ from typing import Any
 
 import torch
 from alphafold3_pytorch import alphafold3 as stock
-from alphafold3_pytorch.attention import Attention
+from alphafold3_pytorch.attention import Attend, Attention
 from alphafold3_pytorch.tensor_typing import should_typecheck
 from torch.nn import Module
 
@@ -59,7 +60,8 @@ from megafold.model import alignment, attend, attention, denoiser, diffusion, ld
 from megafold.model.forward import Step, training_forward
 from megafold.model.graphs import GRAPHS, BlockGraphs
 from megafold.model.plan import Plan
-from megafold.model.repeated import with_lazy_repeat
+from megafold.model.rebind import with_names
+from megafold.model.repeated import repeat_lazily
 
 # (path of the module, name of its attribute, its new value: a function becomes a method; kind of the replacement)
 Replacement = tuple[str, str, Any, str]
@@ -105,7 +107,7 @@ def replacements(
     if owns:
         yield from _training_forward(model, plan, shares, rollouts)
     elif shares:
-        yield "", "forward", with_lazy_repeat(type(model).forward), "forward (shared_conditioning)"
+        yield "", "forward", with_names(type(model).forward, repeat=repeat_lazily), "forward (shared_conditioning)"
     if shares:
         yield from _sharing(model, plan, missed)
     yield from _sampling(model, plan, shares, missed)
@@ -123,7 +125,8 @@ def replacements(
 
 def _training_forward(model: stock.Alphafold3, plan: Plan, shares: bool, rollouts: int | None) -> Iterator[Replacement]:
     how = "+".join(switch for switch in ("asynchronous", "chunked_heads") if getattr(plan, switch))
-    stock_forward = with_lazy_repeat(type(model).forward) if shares else type(model).forward
+    forward = type(model).forward
+    stock_forward = with_names(forward, repeat=repeat_lazily) if shares else forward
     step = Step(stock_forward, shares=shares, chunks=plan.chunked_heads, rollouts=rollouts)
     yield "", "forward", partial(_training_forward_of, step=step), f"forward ({how})"
     yield "edm", "forward", diffusion.diffusion_loss, f"diffusion loss ({how})"
@@ -224,6 +227,9 @@ def _stacks(model: stock.Alphafold3, plan: Plan, missed: Missed) -> Iterator[Rep
                 missed.append((path, "graphs: without checkpointing its blocks stay as they are"))
                 continue
             yield path, GRAPHS, graphs, "graphs"
+            for inner, attend_module in module.named_modules(prefix=path):
+                if _is(attend_module, Attend):
+                    yield inner, "forward", attention.attend_in_graphs, "masks of stock attention (graphs)"
             if path == "diffusion_module.token_transformer":
                 yield path, "to_serial_layers", recompute.serial_blocks, "blocks of a rollout (graphs)"
         if not (plan.recompute and path == "diffusion_module.token_transformer"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megafold.model.graphs import BlockGraphs, Emulated
 from megafold.model.plan import Plan
@@ -219,6 +221,81 @@ def test_out_of_memory_leaves_no_half_of_a_shape(failing, module, monkeypatch):
     assert left[0] < -1 and all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
+# What no graph can hold: numbers of the host that become tensors, by a copy from memory that is not pinned, and what
+# the host waits for.
+_NOT_CAPTURED = {torch.tensor, torch.asarray, torch.as_tensor, torch.from_numpy, torch.nonzero, torch.masked_select}
+_NOT_CAPTURED |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__}
+_NOT_CAPTURED |= {torch.Tensor.nonzero, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__}
+
+
+class _HostIsAway(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _NOT_CAPTURED and not (func in (torch.asarray, torch.as_tensor) and torch.is_tensor(args[0])):
+            raise RuntimeError(f"{func.__name__} in a capture")
+        return func(*args, **(kwargs or {}))
+
+
+class _Strict(Emulated):
+    """Fails where a device would refuse to capture."""
+
+    def record(self, compute, pool):
+        def replay():
+            with _HostIsAway():
+                compute()
+
+        return replay
+
+
+PLANS = {"none": Plan.only("graphs"), "all": Plan()}
+PLANS |= {f"with-{name}": Plan.only("graphs", name) for name in Plan().as_dict() if name != "graphs"}
+PLANS |= {f"without-{name}": replace(Plan(), **{name: False}) for name in Plan().as_dict() if name != "graphs"}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_no_block_brings_numbers_of_the_host_to_the_device(plan, make_model, make_batch, step, monkeypatch):
+    """Beside every other switch and without it: what stays stock is captured too."""
+    from megafold.model import replacements
+    from megafold.model.optimize import optimize
+
+    model, batch = make_model(**CHECKPOINTED, **DEEP), make_batch(9, 7)
+    expected = step(model, batch)
+    monkeypatch.setattr(replacements, "BlockGraphs", lambda: BlockGraphs(_Strict()))
+    optimize(model, plan)
+    found = step(model, batch)
+    shapes = model.pairformer._megafold_graphs._shapes
+    kinds = {key[0] for key in shapes}
+    assert kinds >= {"_msa_block", "_template_block", "_pairformer_block", "_transformer_block"}
+    assert [shape.name for shape in shapes.values() if shape.fails] == []
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+class _Waiting(Emulated):
+    """Nothing can be recorded (after the first ``count``), as where an operator waits for the device."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def record(self, compute, pool):
+        self.count -= 1
+        if self.count < 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(compute, pool)
+
+
+@pytest.mark.parametrize("recorded", [0, 1], ids=["nothing", "the-forward-alone"])
+def test_a_block_that_cannot_be_recorded_runs_as_it_is(recorded, module):
+    graphs, layer = BlockGraphs(_Waiting(recorded)), [module]
+    for _ in range(2):
+        inputs = _inputs()
+        expected = _gradients(lambda given: _block(layer, *given), module, inputs)
+        found = _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert [shape.fails for shape in graphs._shapes.values()] == [True]
+
+
 class _Refusing(Emulated):
     """Loss and gradients in one cannot be recorded, as where an operator of the loss waits for the device."""
 
@@ -327,9 +404,10 @@ def test_on_a_cpu_the_switch_is_listed_and_blocks_stay(make_model, make_batch, s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("plan", [Plan(), Plan.only("graphs")], ids=["all", "only-graphs"])
 @pytest.mark.parametrize("shifts", [False, True], ids=["in-turn", "shifted"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25], ids=["no-dropout", "dropout"])
-def test_captured_blocks_give_the_same_on_a_gpu(dropout, shifts, make_model, make_batch, step, monkeypatch):
+def test_captured_blocks_give_the_same_on_a_gpu(dropout, shifts, plan, make_model, make_batch, step, monkeypatch):
     from megafold.model import recompute
     from megafold.model.optimize import optimize
 
@@ -339,9 +417,9 @@ def test_captured_blocks_give_the_same_on_a_gpu(dropout, shifts, make_model, mak
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-    optimize(model, Plan(graphs=False))
+    optimize(model, replace(plan, graphs=False))
     expected = step(model, batch)
-    assert optimize(model, Plan()).replaced["graphs"] == 5
+    assert optimize(model, plan).replaced["graphs"] == 5
     for _ in range(3):
         found = step(model, batch)
         assert all(not shape.fails for shape in model.pairformer._megafold_graphs._shapes.values())
