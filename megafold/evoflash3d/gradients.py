@@ -23,6 +23,9 @@ from megafold.evoflash3d.statistics import FEW_KEYS, statistics_pitch
 MAX_CHUNKS = 8
 """Most partial sums of d(bias); each takes H N^2 numbers in fp32."""
 
+MOST_LOST = 0.2
+"""Largest `lost_share` at which whole rows are expected to be faster than dq, and dk with dv, one after the other."""
+
 
 def launch_backward(
     grad_out: Tensor,
@@ -50,7 +53,8 @@ def launch_backward(
 
     Args:
         lse: as `launch_forward` gives it with the same `natural_lse`.
-        configs: {"queries": ..., "keys": ..., "bias": ...} instead of the table's launch configurations.
+        configs: {"queries": ..., "keys": ..., "bias": ...} instead of the table's launch configurations; with "rows",
+            dq, dk and dv come from one kernel where that serves the call.
     """
     none = [q.new_empty(0) for _ in range(4)]
     if out.numel() == 0 or k.shape[3] == 0:
@@ -59,10 +63,16 @@ def launch_backward(
     problem = Problem(q, k, v, bias, mask, seed, scale, dropout_p, offsets)
     if configs is None:
         configs = {kernel: problem.config(kernel) for kernel in ("queries", "keys", "bias")}
+        configs["rows"] = problem.rows_config()
     with triton_support.device_guard(q.device):
         grad_out = last_contiguous(grad_out)
         # A natural log-sum-exp was asked for, so it may have a gradient, and `delta_kernel` is needed for its base.
-        own_delta = needs_rows and not natural_lse and queries_make_delta(problem, configs["queries"], grad_out, out)
+        whole_rows = needs_rows and serves_whole_rows(problem, configs.get("rows", {}), grad_out)
+        own_delta = (
+            needs_rows
+            and not (natural_lse or whole_rows)
+            and queries_make_delta(problem, configs["queries"], grad_out, out)
+        )
         if own_delta:
             gradients = {"grad_out": grad_out, "out": out, "lse2": lse, "delta": torch.empty_like(lse)}
             dq = query_gradient(problem, gradients, q, configs["queries"])
@@ -73,6 +83,8 @@ def launch_backward(
         if not needs_rows:
             return (*none[:3], dbias)
         beside = needs_bias and row_chunks(problem, gradients, configs["bias"])[0] == 1 and not fills_memory()
+        if whole_rows:
+            return (*row_gradients(problem, gradients, q, k, v, configs["rows"], beside), dbias)
         if not own_delta:
             dq = query_gradient(problem, gradients, q, configs["queries"], beside)
             beside = not fills_memory()
@@ -93,6 +105,36 @@ def queries_make_delta(problem: Problem, config: dict, grad_out: Tensor, out: Te
         and problem.copy_engine_serves({"out": out})
         and bool(hopper_kernels(problem, config, {"grad_out": grad_out}))
     )
+
+
+def serves_whole_rows(problem: Problem, config: dict, grad_out: Tensor) -> bool:
+    """Whether one kernel makes dq, dk and dv: a program holds a whole row, so there must be enough of them."""
+    hopper = hopper_kernels(problem, config, {"grad_out": grad_out})
+    return (
+        hopper is not None
+        and lost_share(hopper.row_items(problem), triton_support.multiprocessors(problem.q.device)) <= MOST_LOST
+    )
+
+
+def lost_share(items: int, slots: int) -> float:
+    """Share of the device's time that is lost when `items` of equal length run on `slots` at a time."""
+    return 1.0 - items / (triton.cdiv(items, slots) * slots)
+
+
+def row_gradients(
+    problem: Problem,
+    gradients: dict[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: dict,
+    beside: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv [B, R, H, N, D] from one pass over the scores. beside: as for `query_gradient`."""
+    found = [output_like(t) for t in (q, k, v)]
+    hopper_kernels(problem, config, gradients).launch_rows(problem, gradients, *found, config["gluon"], beside)
+    dq, dk, dv = (as_like(gradient, t) for gradient, t in zip(found, (q, k, v)))
+    return dq, dk, dv
 
 
 def statistics(

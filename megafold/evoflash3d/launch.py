@@ -57,6 +57,14 @@ class Problem:
         table = triton_support.load_table("evoflash3d", triton_support.architecture(self.q.device.index))
         return choose_config(table, kernel, self.q.dtype, self.D, max(self.NQ, self.NK), dropout=self.dropout_p > 0.0)
 
+    def rows_config(self) -> dict:
+        """The table's configuration of the kernel that makes dq, dk and dv in one; empty where it has none."""
+        table = triton_support.load_table("evoflash3d", triton_support.architecture(self.q.device.index))
+        bits = "32" if self.wide else "16"
+        by_length = table["configs"].get("rows", {}).get(bits, {}).get(f"D{self.D}", {})
+        fitting = (by_length.get(str(n)) for n in LENGTH_BUCKETS if max(self.NQ, self.NK) <= n)
+        return next(fitting, None) or {}
+
     def arguments(
         self,
         config: dict,

@@ -87,6 +87,8 @@ def cases(full: bool = False) -> Iterator[Case]:
             for bits, by_dim in by_bits.items():
                 for dim, by_length in by_dim.items():
                     for length, config in by_length.items():
+                        if "block_i" not in config:  # Hopper kernels alone
+                            continue
                         quick = (bits, dim) in (("16", "D32"), ("16", "D64"))
                         if arch in ("sm_80", "gfx90a"):
                             quick |= (bits, dim) in (("16", "D128"), ("32", "D32"))

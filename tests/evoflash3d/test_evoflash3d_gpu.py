@@ -274,7 +274,7 @@ def hopper_launches(monkeypatch):
     from megafold.evoflash3d.hopper import launch
 
     names = []
-    for kernel in ("forward", "queries", "keys", "bias"):
+    for kernel in ("forward", "queries", "keys", "bias", "rows"):
         original = getattr(launch, f"launch_{kernel}")
 
         def recorded(*args, kernel=kernel, original=original):
@@ -299,6 +299,66 @@ def test_hopper_kernels_error_budget(hopper_launches, shape, bias_dtype, layout)
     assert_in_budget(shape, BF16, layout=layout, bias_dtype=bias_dtype)
     forward = ["forward"] if shape[-1] == 32 else []  # at 64 the table has the Triton forward
     assert sorted(hopper_launches) == ["bias", *forward, "keys", "queries"]
+
+
+@pytest.fixture
+def whole_rows(monkeypatch):
+    """dq, dk and dv from one kernel, however few rows there are."""
+    monkeypatch.setattr(gradients, "MOST_LOST", 1.0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "projection", "columns"])
+@pytest.mark.parametrize("bias_dtype", [BF16, FP32], ids=["bf16 bias", "fp32 bias"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 3, 2, 130, 130, 32), (1, 9, 4, 384, 384, 32), (1, 1, 4, 17, 17, 32), (1, 5, 4, 48, 200, 32),
+        (1, 4, 4, 200, 64, 32), (1, 3, 4, 640, 600, 32), (1, 40, 4, 1024, 1024, 32), (1, 2, 4, 1000, 3, 32),
+        (1, 2, 4, 7, 1000, 32),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_of_whole_rows_error_budget(hopper_launches, whole_rows, shape, bias_dtype, layout):
+    assert_in_budget(shape, BF16, layout=layout, bias_dtype=bias_dtype)
+    assert sorted(hopper_launches) == ["bias", "forward", "rows"]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 100, 4, 384, 384, 32), (2, 70, 4, 200, 130, 32), (1, 67, 4, 1024, 1024, 32)], ids=str
+)
+def test_gradients_of_whole_rows_are_the_same_in_every_run(hopper_launches, shape):
+    """Also with several rows to a program, launched and captured."""
+    inputs = draw(shape, BF16) | {"bias": torch.randn(*shape[:1], shape[2], *shape[3:5], device="cuda").to(BF16)}
+    leaves = [t.detach().requires_grad_() for t in inputs.values()]
+    cotangent = draw(shape, BF16, seed=1)["q"]
+
+    def step():
+        return torch.autograd.grad(evoflash3d(*leaves), leaves, cotangent)
+
+    first = step()
+    assert hopper_launches == ["forward", "bias", "rows"]
+    for _ in range(10):
+        assert all(map(torch.equal, step(), first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(10):
+        graph.replay()
+        assert all(map(torch.equal, captured, first))
+
+
+def test_whole_rows_beyond_2_31_elements(hopper_launches):
+    """A last row whose address does not fit in 32 bits has the gradients that it has alone."""
+    rows, length = 2**31 // (4 * 256 * 32) + 3, 256
+    q, k, v, g = (torch.randn(1, rows, 4, length, 32, device="cuda", dtype=BF16) for _ in range(4))
+    bias = torch.randn(1, 4, length, length, device="cuda", dtype=BF16)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    found = torch.autograd.grad(evoflash3d(*leaves, bias), leaves, g)
+    assert hopper_launches == ["forward", "rows"]
+    last = [t[:, -132:].detach().requires_grad_() for t in leaves]
+    alone = torch.autograd.grad(evoflash3d(*last, bias), last, g[:, -132:])
+    assert hopper_launches[2:] == ["forward", "rows"]
+    assert all(torch.equal(a[:, -132:], b) for a, b in zip(found, alone))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])

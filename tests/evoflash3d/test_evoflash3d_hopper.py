@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from megafold import triton_support
+from megafold.evoflash3d import gradients
 from megafold.evoflash3d.launch import Problem, has_gluon, hopper_kernels, hopper_serves
 from megafold.testing import _loop_spills
 
@@ -78,6 +79,32 @@ def test_table_entries_load_the_hopper_kernels():
     entry = triton_support.shipped_table("evoflash3d", "sm_90")["configs"]["keys"]["16"]["D32"]["1024"]
     assert (hopper_kernels(problem(), entry) is not None) == has_gluon()
     assert hopper_kernels(problem(dropout_p=0.5), entry) is None
+
+
+@pytest.mark.parametrize(("length", "named"), [(17, True), (512, True), (1024, True), (1025, False)])
+def test_whole_rows_as_long_as_shared_memory_has_room_for_dq(length, named, monkeypatch):
+    monkeypatch.setattr(triton_support, "architecture", lambda index=None: "sm_90")
+    q, bias = torch.empty(1, 1, 1, length, 32, dtype=BF16), torch.empty(1, 1, length, length, dtype=BF16)
+    found = Problem(q, q, q, bias, None, None, 1.0, 0.0, [0] * 5).rows_config()
+    assert ("gluon" in found) == named
+    monkeypatch.setattr(triton_support, "architecture", lambda index=None: "gfx942")
+    assert Problem(q, q, q, bias, None, None, 1.0, 0.0, [0] * 5).rows_config() == {}
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(384, True), (66, True), (40, False), (1, False)])
+def test_whole_rows_only_when_there_are_enough_for_the_device(rows, expected, monkeypatch):
+    """Of 4 heads on 132 multiprocessors: 264 rows of all heads are two full waves, 160 leave 40 % of two waves idle."""
+    monkeypatch.setattr(triton_support, "multiprocessors", lambda device: 132)
+    q, bias = torch.empty(1, rows, 4, 64, 32, dtype=BF16), torch.empty(1, 4, 64, 64, dtype=BF16)
+    config = triton_support.shipped_table("evoflash3d", "sm_90")["configs"]["rows"]["16"]["D32"]["128"]
+    problem = Problem(q, q, q, bias, None, None, 1.0, 0.0, [0] * 5)
+    assert gradients.serves_whole_rows(problem, config, q) == (expected and has_gluon())
+    assert not gradients.serves_whole_rows(problem, {}, q)
+
+
+@pytest.mark.parametrize(("items", "slots", "lost"), [(132, 132, 0.0), (133, 132, 131 / 264), (1, 4, 0.75)])
+def test_share_of_the_device_that_waits_for_the_last_wave(items, slots, lost):
+    assert gradients.lost_share(items, slots) == pytest.approx(lost)
 
 
 CODE = """

@@ -16,6 +16,7 @@ from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
 from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
 from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
 from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
+from megafold.evoflash3d.hopper.rows import rows_kernel_sm90
 from megafold.evoflash3d.launch import Problem, block_d
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -66,6 +67,41 @@ def launch_keys(
         BIAS_ROWS=problem.bias.shape[2], items=items, BLOCK_I=block, BLOCK_J=held, ROWS=config["rows"],
         head_dim=problem.D, **_common(problem, config), **_overlap(config, beside),
     )  # fmt: skip
+
+
+def launch_rows(
+    problem: Problem,
+    gradients: dict[str, Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    config: dict,
+    beside: bool = False,
+) -> None:
+    """Fill dq, dk and dv. beside: as for `launch_queries`."""
+    held, block = _held(config), config["block"]
+    items = row_items(problem)
+    rows_kernel_sm90[_grid(problem, items, config)](
+        **_inputs(problem, held, block),
+        grad_out=_rows(problem, gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
+        **_both_statistics(problem, gradients, held), dq=dq, dk=dk, dv=dv,
+        **problem.strides("dq", dq), **problem.strides("dk", dk), **problem.strides("dv", dv),
+        R=problem.R, H=problem.H, NQ=problem.NQ, NK=problem.NK, BIAS_ROWS=problem.bias.shape[2],
+        head_dim=problem.D, scale=problem.scale, items=items, D=block_d(problem.D), QUERIES=room_for(problem.NQ),
+        STAGES=config["stages"], KEY_STAGES=config["key_stages"], SCORE_STAGES=config["score_stages"],
+        STEP=config["step"], REGISTERS=config["registers"], QUERY_REGISTERS=config["query_registers"],
+        num_warps=config["warps"], **_overlap(config, beside),
+    )  # fmt: skip
+
+
+def row_items(problem: Problem) -> int:
+    """Rows of all heads: what `launch_rows` deals out to its programs, whole."""
+    return problem.B * problem.R * problem.H
+
+
+def room_for(queries: int) -> int:
+    """Queries that shared memory has room for: few different sizes, since each is a kernel of its own."""
+    return triton.cdiv(queries, 256) * 256
 
 
 def launch_bias(

@@ -11,7 +11,9 @@ from megafold import triton_support
 from megafold.evoflash3d.hopper.bias import bias_kernel_sm90
 from megafold.evoflash3d.hopper.forward import forward_kernel_sm90
 from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
+from megafold.evoflash3d.hopper.launch import room_for
 from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
+from megafold.evoflash3d.hopper.rows import rows_kernel_sm90
 from megafold.testing import OfflineKernel, compile_offline
 
 KERNELS = {
@@ -19,12 +21,14 @@ KERNELS = {
     "queries": queries_kernel_sm90,
     "keys": keys_kernel_sm90,
     "bias": bias_kernel_sm90,
+    "rows": rows_kernel_sm90,
 }
 CHOICES = {
     "forward": ({"shares": False}, {"shares": True}),
     "queries": ({"own_delta": False, "overlap": True}, {"own_delta": True, "overlap": False}),
     "keys": ({"overlap": True},),
     "bias": ({"overlap": True},),
+    "rows": ({"overlap": True},),
 }
 """What a table may choose beside sizes, compiled whether or not it does."""
 
@@ -58,6 +62,8 @@ class HopperCase:
             "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
             "STAGES": self.config["stages"], "STEP": self.config["step"], "WARPS": self.config["warps"],
             "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
+            "QUERIES": self.config.get("queries"), "KEY_STAGES": self.config.get("key_stages"),
+            "SCORE_STAGES": self.config.get("score_stages"), "QUERY_REGISTERS": self.config.get("query_registers"),
             "OWN_DELTA": self.config.get("own_delta", False), "NATURAL": False,
             "SHARES": self.config.get("shares", False), "OVERLAP": self.config.get("overlap", False),
         }  # fmt: skip
@@ -92,6 +98,8 @@ def cases(full: bool = False) -> Iterator[HopperCase]:
                     continue
                 for choice in CHOICES[kernel]:
                     given = config["gluon"] | choice
+                    if kernel == "rows":
+                        given["queries"] = room_for(int(length))
                     case = HopperCase(kernel, "bf16", int(dim[1:]), given)
                     key = (str(case), tuple(sorted(case.config.items())))
                     if key not in seen:
