@@ -49,7 +49,7 @@ def checkout(file: Path) -> tuple[str | None, bool | None]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """Vendor, device name, driver and the numeric flags of this process; `device` is "cpu" or "cuda"."""
+    """Vendor, device name, driver, and the numeric flags and allocator of this process; `device`: "cpu" or "cuda"."""
     import torch
 
     flags = {
@@ -65,6 +65,7 @@ def hardware(device: str) -> dict[str, Any]:
         "driver": _read("/sys/module/amdgpu/version") if amd else _nvidia_driver(),
         "runtime": torch.version.hip or torch.version.cuda,
         "memory_GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 2),
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         **flags,
     }
 

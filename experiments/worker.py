@@ -59,6 +59,8 @@ class Worker:
 
     def _prepare(self, command: Mapping[str, Any]) -> dict[str, Any]:
         provider = find_provider(command["what"], command["provider"])
+        for name, value in provider.environment:
+            os.environ.setdefault(name, value)
         for module in provider.preload:
             importlib.import_module(module)
         if "torch" not in sys.modules:

@@ -165,3 +165,11 @@ for _name, _peak, _held in (("small", 20, 5), ("medium", 70, 8), ("large", 80, 8
 @provider("kernel", "fake_does_not_open", preload=())
 def open_nothing(context):
     raise Unsupported("does not open")
+
+
+@provider("kernel", "fake_settled", preload=("fake_import",), environment=(("FAKE_SETTING", "of-the-contender"),))
+def open_settled(context):
+    import fake_import
+
+    trace(f"setting {fake_import.SETTING}")
+    return FakeSession(context)

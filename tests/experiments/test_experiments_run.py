@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 
+from experiments.providers import find_provider, provider_names
 from experiments.record import Metric, Record, read_record, record_path, write_record
 from experiments.run import measure
 from megafold.errors import InputError
@@ -87,6 +88,22 @@ def test_times_of_two_jobs_are_no_result(fakes, fake_comparison, tmp_path):
     again = run([comparison], tmp_path)
     assert visits_in(fakes) == ["good", "better"] * 2 and again[2] == refused
     assert again[0].provenance["started"] == again[1].provenance["started"] != "later"
+
+
+@pytest.mark.parametrize("own", [None, "of-the-user"], ids=["left-alone", "set-by-the-user"])
+def test_a_library_finds_the_environment_of_its_contender(own, fakes, fake_comparison, tmp_path, monkeypatch):
+    if own is not None:
+        monkeypatch.setenv("FAKE_SETTING", own)
+    run([fake_comparison("settled")], tmp_path)
+    assert f"setting {own or 'of-the-contender'}" in fakes.read_text().splitlines()
+    assert os.environ.get("FAKE_SETTING") == own
+
+
+def test_whole_steps_on_one_device_share_one_setting_of_the_allocator():
+    """Memory and its pieces are compared: nobody may have another allocator, and ranks' graphs none of this kind."""
+    found = {name: dict(find_provider("iteration", name).environment) for name in provider_names("iteration")}
+    one = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert found == {"eager": one, "compile": one, "megafold": one, "sequence_parallel": {}}
 
 
 def test_contenders_are_set_up_side_by_side(fakes, fake_comparison, tmp_path, monkeypatch):
