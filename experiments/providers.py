@@ -112,7 +112,7 @@ def _import_plugins() -> None:
 
 STOCK = ("torch", "alphafold3_pytorch")
 # Whole steps on one device, all contenders alike: memory that is free in pieces counts as free. The stock step at
-# N = 512 held 122 of 140 GiB, asked for 6 more, and 14 were free in pieces. Not for ranks: NCCL registers what graphs use.
+# N = 512 held 122 of 140 GiB, asked for 6 more, and 14 were free in pieces. Not for ranks: NCCL registers memory.
 WHOLE = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
 
 
