@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run
-from megafold.model.diffusion import alignment_weights
+from megafold.model import diffusion as one_device
 from megafold.model.rebind import Stand, with_names
 from megafold.model.repeated import Repeated, materialize
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from megafold.evosp3d.mesh import Shards
 
+CHAINS = "_megafold_chains"  # what the forward of a step has read of its structure, before the device had work
 FEATURES = (
     "atom_feats",
     "atompair_feats",
@@ -63,28 +64,37 @@ def share_of(shards: Shards, total: int) -> Share:
 
 
 def diffusion_loss(
-    self: ElucidatedAtomDiffusion, atom_pos_ground_truth: Tensor, *, shards: Shards, **kwargs: Any
+    self: ElucidatedAtomDiffusion, atom_pos_ground_truth: Tensor, *, shards: Shards, replaced: bool, **kwargs: Any
 ) -> tuple[Any, ...]:
     """``ElucidatedAtomDiffusion.forward``: all positions [b * A, M, 3] -> this rank's part of the loss.
 
-    The parts of all ranks add up to the stock loss, term by term; the denoised positions are those of this rank.
+    The parts of all ranks add up to the stock loss, term by term; the denoised positions are those of this rank. Where
+    ``optimize`` has ``replaced`` the loss on one device, it is that one here too, which does not wait for the device.
     """
     kwargs = _with_repeated_features(kwargs)
     batch, device, dtype = atom_pos_ground_truth.shape[0], atom_pos_ground_truth.device, atom_pos_ground_truth.dtype
     share = share_of(shards, kwargs[FEATURES[0]].copies)
-    sigmas = self.noise_distribution(batch, device=device).type(dtype)
+    sigmas = share.of(self.noise_distribution(batch, device=device).type(dtype), batch)
     noise = share.of(torch.randn_like(atom_pos_ground_truth), batch)
-    own = {name: share.of(value, batch) for name, value in kwargs.items()}
-    own |= {"sigmas": share.of(sigmas, batch), "loss_reduction": "none"}
-    names = {"torch": Stand(torch, randn_like=lambda _: noise), "calculate_weighted_rigid_align_weights": _weights}
-    forward = with_names(type(self).forward, **names)
+    truth, own = (
+        share.of(atom_pos_ground_truth, batch),
+        {name: share.of(value, batch) for name, value in kwargs.items()},
+    )
+    if replaced:
+        own |= {"noise": noise, "chains": self.__dict__.get(CHAINS)}
+        forward = one_device.diffusion_loss
+    else:
+        own |= {"loss_reduction": "none"}
+        stood = Stand(torch, randn_like=lambda _: noise)
+        forward = with_names(type(self).forward, torch=stood, calculate_weighted_rigid_align_weights=_weights)
     # What the loss itself draws (chains to permute, atom pairs to leave out) depends on how many augmentations there
     # are here: the ranks' generators must not part over it.
     state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        out = forward(self, share.of(atom_pos_ground_truth, batch), **own)
+    with torch.random.fork_rng(devices=[]), shards.denoising(share.total):
+        out = forward(self, truth, sigmas=sigmas, **own)
     random.setstate(state)
-    loss, terms = (_part(value, share, batch) for value in (out.loss, out.loss_breakdown))
+    weight = share.weight * truth.shape[0] / batch
+    loss, terms = (_part(value, weight) for value in (out.loss, out.loss_breakdown))
     return type(out)(loss, out.denoised_atom_pos, terms, out.noise_sigmas)
 
 
@@ -99,7 +109,7 @@ def _weights(
     if is_molecule_types is None:
         return atom_pos_ground_truth.new_ones(atom_pos_ground_truth.shape[:2])
     kinds = (molecule_atom_lens, is_molecule_types, nucleotide_loss_weight, ligand_loss_weight)
-    return alignment_weights(atom_pos_ground_truth, *kinds)
+    return one_device.alignment_weights(atom_pos_ground_truth, *kinds)
 
 
 def sample(self: ElucidatedAtomDiffusion, *args: Any, shards: Shards, **kwargs: Any) -> Tensor:
@@ -111,7 +121,8 @@ def sample(self: ElucidatedAtomDiffusion, *args: Any, shards: Shards, **kwargs: 
         batch = noised.shape[0]
         own = {name: share.of(value, batch) for name, value in network_condition_kwargs.items()}
         sigma = share.of(sigma, batch)
-        found = self.preconditioned_network_forward(share.of(noised, batch), sigma, own, clamp=clamp)
+        with shards.denoising(share.total):
+            found = self.preconditioned_network_forward(share.of(noised, batch), sigma, own, clamp=clamp)
         found = found.unflatten(0, (-1, share.count))
         found = found if share.weight else found[:, :0]
         return run(Gather(dim=1, total=share.total), found, shards, "rollout").flatten(0, 1)
@@ -153,8 +164,8 @@ def _with_repeated_features(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, **features}
 
 
-def _part(value: Any, share: Share, batch: int) -> Any:
-    """Per-structure terms -> this rank's part of their mean over all of the batch."""
+def _part(value: Any, weight: float) -> Any:
+    """Terms of the structures here, or their means -> this rank's part of the mean over all of the batch."""
     if torch.is_tensor(value):
-        return value.sum() * (share.weight / batch)
-    return type(value)(*(_part(term, share, batch) for term in value))
+        return value.mean() * weight
+    return type(value)(*(_part(term, weight) for term in value))

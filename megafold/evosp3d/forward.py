@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafold.evosp3d.collectives import Gather, run
+from megafold.evosp3d.diffusion import CHAINS
 from megafold.evosp3d.heads import bins_of, cross_entropy_of_rows, masked_mean_of_part
 from megafold.evosp3d.spread import einx_of_rows
+from megafold.model.forward import read_chains
 from megafold.model.rebind import Stand, with_names
 from megafold.model.repeated import repeat_lazily
 
@@ -31,12 +33,16 @@ def local_batch(batch: dict[str, Any], shards: Shards) -> dict[str, Any]:
     return {**batch, "templates": shards.narrow(templates, 2).contiguous()}
 
 
-def model_forward(self: Module, *, shards: Shards, return_loss_breakdown: bool = False, **batch: Any) -> Any:
+def model_forward(
+    self: Module, *, shards: Shards, replaced: bool, return_loss_breakdown: bool = False, **batch: Any
+) -> Any:
     """``Alphafold3.forward``: the whole batch on every rank of the group.
 
     The loss that comes back is that of the batch on every rank, and so are its terms; its *gradient* is that of this
     rank's part (see :mod:`megafold.evosp3d.collectives`), so that gradients are to be summed over the group once.
-    Sampled positions and logits come back whole.
+    Sampled positions and logits come back whole. Where the diffusion loss is ``replaced`` (see
+    :func:`megafold.evosp3d.diffusion.diffusion_loss`) the chains of one structure are read here, while the device has
+    nothing to finish before it can answer: a host that waits behind the trunk has nothing queued for what comes next.
     """
     if batch.get("templates") is None:
         lens = batch["molecule_atom_lens"]
@@ -45,7 +51,12 @@ def model_forward(self: Module, *, shards: Shards, return_loss_breakdown: bool =
         none = torch.zeros((), dtype=batch["atom_inputs"].dtype, device=device)
         batch["templates"] = none.expand(lens.shape[0], 1, tokens, tokens, self.dim_template_feats)
         batch["template_mask"] = torch.zeros(lens.shape[0], 1, dtype=torch.bool, device=device)
-    out = stock_forward(type(self), shards)(self, return_loss_breakdown=True, **batch)
+    if replaced and batch.get("atom_pos") is not None and batch["molecule_atom_lens"].shape[0] == 1:
+        self.edm.__dict__[CHAINS] = read_chains(batch)
+    try:
+        out = stock_forward(type(self), shards)(self, return_loss_breakdown=True, **batch)
+    finally:
+        self.edm.__dict__.pop(CHAINS, None)
     if not (isinstance(out, tuple) and hasattr(out[1], "total_loss")):
         return _whole_logits(out, shards)
     loss, terms = out

@@ -8,7 +8,7 @@ dimension is cut unevenly, so the ranks agree on what is recorded, once a shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -81,13 +81,17 @@ class RankGraphs(BlockGraphs):
         # A rank without augmentations of a training step repeats one, as many as all ranks have of a rollout: the key
         # must tell the two apart there too, or this rank alone would not ask.
         kinds = tuple((tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for t in tensors)
-        key = torch.is_grad_enabled(), kinds
+        key = torch.is_grad_enabled(), kinds, self.situation()
         if key not in self._agreed:
             if len(self._agreed) >= KNOWN_SHAPES:
                 self._agreed.clear()
             own = super().runs(*args) and not any(map(_is_too_much, tensors))
             self._agreed[key] = self._agree(own, tensors[0].device)
         return self._agreed[key]
+
+    def situation(self) -> Hashable:
+        """How many augmentations all ranks have: of equal shares here others may be unequal elsewhere."""
+        return self._shards.augmentations
 
     def _agree(self, own: bool, device: torch.device) -> bool:
         if self._shards.size == 1:

@@ -7,6 +7,8 @@ which could be attended to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +29,7 @@ class Shards:
         group: the process group; None stands for one device without a process group.
         emulated: collectives leave their outputs unwritten (torch's fake process group), so they are filled with zeros.
         traffic: bytes that this rank sent in the group.
+        augmentations: how many the group denoises at the moment; 0 outside of :meth:`denoising`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -35,6 +38,20 @@ class Shards:
         self.size = dist.get_world_size(group) if group is not None else 1
         self.emulated = group is not None and dist.get_backend(group) == "fake"
         self.traffic = Traffic()
+        self.augmentations = 0
+
+    @contextmanager
+    def denoising(self, total: int) -> Iterator[None]:
+        """Around what works on this rank's share of ``total`` augmentations.
+
+        Two totals may give a rank equal shares and another rank unequal ones: who remembers something by the shapes of
+        its tensors has to remember it by the total too, or the ranks would not agree on what they have seen.
+        """
+        before, self.augmentations = self.augmentations, total
+        try:
+            yield
+        finally:
+            self.augmentations = before
 
     def block(self, total: int, rank: int | None = None) -> tuple[int, int]:
         """First index and length of a rank's block (this rank's by default) of a dimension of ``total``."""

@@ -19,7 +19,9 @@ from torch.nn import Module
 from megafold.evosp3d import diffusion, embed, forward, heads, msa, pair_block, single, triangle
 from megafold.evosp3d.graphs import RankGraphs
 from megafold.evosp3d.mesh import Shards
+from megafold.evosp3d.spread import einx_of_rows
 from megafold.model import attend, denoiser, fused, recompute
+from megafold.model.geometry import augmented
 from megafold.model.rebind import with_names
 
 if TYPE_CHECKING:
@@ -99,7 +101,11 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     def on(module: Module, function: Callable[..., Any], **fixed: Any) -> Replacement:
         return module, "forward", partial(_method, partial(function, shards=shards, **fixed))
 
-    yield on(model, forward.model_forward)
+    replaced = "forward" in model.edm.__dict__
+    yield on(model, forward.model_forward, replaced=replaced)
+    # einx would copy a number to the device here, and the host wait for the whole trunk.
+    of_points = augmented if replaced else with_names(type(model.augmenter).forward, einx=einx_of_rows())
+    yield model.augmenter, "forward", of_points
     yield on(model.token_bond_to_pairwise_feat, embed.rows_of_input)
     for embedding in model.constraint_embeds if model.constraints is not None else ():
         yield on(embedding, embed.rows_of_input)
@@ -107,7 +113,7 @@ def _replacements(model: stock.Alphafold3, shards: Shards, plan: Plan | None) ->
     yield on(model.relative_position_encoding, embed.relative_positions)
     yield model.msa_module, "forward", msa.msa_module
     yield on(model.msa_module.msa_init_proj, msa.embed_alignment)
-    yield on(model.edm, diffusion.diffusion_loss)
+    yield on(model.edm, diffusion.diffusion_loss, replaced=replaced)
     yield model.edm, "sample", partial(_method, partial(diffusion.sample, shards=shards))
     yield model.edm, "preconditioned_network_forward", denoiser.precondition
     yield model.diffusion_module, "forward", denoiser.denoise
@@ -170,6 +176,7 @@ _ROWS = (
     stock.AttentionPairBias,
     stock.AtomToTokenPooler,
     stock.WeightedRigidAlign,
+    stock.MultiChainPermutationAlignment,
     stock.SmoothLDDTLoss,
 )
 

@@ -39,22 +39,25 @@ def diffusion_loss(
     nucleotide_loss_weight: float = 5.0,
     ligand_loss_weight: float = 10.0,
     filepath: object = None,
+    sigmas: Tensor | None = None,
+    noise: Tensor | None = None,
     **features: Any,
 ) -> ElucidatedAtomDiffusionReturn:
     """``ElucidatedAtomDiffusion.forward`` for a training step: positions [B, M, 3] -> the mean loss and its terms.
 
     ``features`` are what the network is conditioned on besides the masks and lengths given here; they may be
     :class:`megafold.model.repeated.Repeated`. With ``chains`` the chains of the truth are permuted; without, they are
-    read from the device for a ``single_structure_input``, as the stock arguments have it.
+    read from the device for a ``single_structure_input``, as the stock arguments have it. Noise levels ``sigmas`` [B]
+    and ``noise`` [B, M, 3] are drawn where they are not given.
     """
     if chains is None and single_structure_input:
         atoms, facts = atom_mask.shape[1], (is_molecule_types, token_bonds, molecule_atom_lens)
         chains = Chains.read(additional_molecule_feats[:1], *(fact[:1] for fact in facts), atoms)
     truth, count = atom_pos_ground_truth, atom_pos_ground_truth.shape[0]
-    sigmas = self.noise_distribution(count, device=truth.device).type(truth.dtype)
+    sigmas = self.noise_distribution(count, device=truth.device).type(truth.dtype) if sigmas is None else sigmas
     padded_sigmas = sigmas[:, None, None]
     denoised = self.preconditioned_network_forward(
-        truth + padded_sigmas * torch.randn_like(truth),
+        truth + padded_sigmas * (torch.randn_like(truth) if noise is None else noise),
         sigmas,
         network_condition_kwargs={
             **features,

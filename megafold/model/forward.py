@@ -75,7 +75,7 @@ def training_forward(self: Alphafold3, *, step: Step, **inputs: Any) -> Any:
     if inputs.get("hard_validate") or stock.IS_DEBUGGING:
         _validate(inputs)
     # First, while the device has nothing to finish before it can answer.
-    chains = _chains(inputs) if inputs["molecule_atom_lens"].shape[0] == 1 else None
+    chains = read_chains(inputs) if inputs["molecule_atom_lens"].shape[0] == 1 else None
     trunk = run_trunk(self, inputs)
     truth = _truth(inputs, trunk)
     distogram = _distogram_loss(self, step, inputs, trunk, truth)
@@ -134,7 +134,8 @@ def _truth(inputs: Mapping[str, Any], trunk: Trunk) -> _Truth:
     return _Truth(inputs["atom_pos"], *centres, *representatives, frames, has_frame)
 
 
-def _chains(inputs: Mapping[str, Any]) -> Chains:
+def read_chains(inputs: Mapping[str, Any]) -> Chains:
+    """The chains of a batch of one structure; waits for the device once."""
     ids, types = inputs["additional_molecule_feats"], inputs["is_molecule_types"]
     lengths = inputs["molecule_atom_lens"].clamp(min=0)
     bonds = bonds_of_tokens(inputs.get("token_bonds"), lengths)

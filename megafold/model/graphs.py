@@ -168,6 +168,10 @@ class BlockGraphs:
         tensors = [leaf for leaf in tree_flatten(args)[0] if torch.is_tensor(leaf)]
         return all(self.recorder.runs_on(t.device) and t.numel() <= MOST_ELEMENTS for t in tensors)
 
+    def situation(self) -> Hashable:
+        """What blocks of equal shapes may differ in besides."""
+        return None
+
     def run(self, block: Callable[..., Any], layer: Layer, *args: Any) -> Any:
         """``block(layer, *args)``, tensors anywhere in ``args`` and in the result; nothing but they may change."""
         shape, tensors = self._shape(block, layer, args, 0)
@@ -232,7 +236,7 @@ class BlockGraphs:
         device = tensors[0].device.type
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        key = (block.__qualname__, kinds, others, str(structure), precision, carried)
+        key = (block.__qualname__, kinds, others, str(structure), precision, carried, self.situation())
         if key in self._shapes:
             self._shapes.move_to_end(key)
             return self._shapes[key], tensors

@@ -142,20 +142,33 @@ def test_data_and_sequence_parallel_equals_the_global_batch(run_ranks, helpers, 
         assert beyond(found[1], exact, 1e-10) == []
 
 
+AUXILIARY = {"diffusion_add_bond_loss": True, "diffusion_add_smooth_lddt_loss": True}
+
+
 @pytest.mark.parametrize(
-    "switches",
-    [{}, {"evofusion": True}, {"shared_conditioning": False}, {"evofusion": True, "shared_conditioning": False}],
+    ("switches", "kwargs", "dropout", "size"),
+    [
+        ({}, {}, 0.25, 2),
+        ({"evofusion": False}, {}, 0.0, 2),
+        ({"shared_conditioning": False}, AUXILIARY, 0.25, 3),
+        ({"asynchronous": False, "chunked_heads": False}, {}, 0.0, 2),
+    ],
     ids=str,
 )
-def test_an_optimized_model_gives_the_same(run_ranks, helpers, make_model, beyond, switches):
+def test_an_optimized_model_gives_the_same(
+    run_ranks, helpers, make_model, set_dropout, beyond, switches, kwargs, dropout, size
+):
     from megafold.model.plan import Plan
 
-    model, batch = make_model(checkpoint_trunk_pairformer=True), _double(helpers._batch(9))
-    values, gradients, _ = _step(helpers, copy.deepcopy(model), batch, {})
+    model = make_model(checkpoint_trunk_pairformer=True)
+    set_dropout(model, dropout)
+    batch = _double(_with_ligands(helpers._batch(9)))
+    values, gradients, generator = _step(helpers, copy.deepcopy(model), batch, kwargs)
     plan, optimized = Plan(**switches), True
-    for found in run_ranks(2, _on_rank, helpers, model, [batch], {}, 1, 2, plan, optimized):
+    for found in run_ranks(size, _on_rank, helpers, model, [batch], kwargs, 1, size, plan, optimized):
         assert beyond(found[0], values, 1e-8) == []
         assert beyond(found[1], gradients, 1e-8) == []
+        assert torch.equal(found[2], generator), "random numbers were drawn in another order"
 
 
 def _with_graphs(limit, steps, *args):
@@ -239,6 +252,32 @@ def test_a_rank_that_repeats_an_augmentation_asks_as_often_as_the_others(run_ran
     """Four augmentations and one rollout on three ranks: the last one denoises one structure in both."""
     found = run_ranks(3, _asks_in_training_and_in_a_rollout, requires_grad)
     assert found == [([2, 1], [True, True]), ([2, 1], [True, True]), ([1, 1], [True, True])]
+
+
+def _seen_shapes(rank, size, totals, monkeypatch):
+    """How often one of several ranks asks the others, and for how many shapes it records, over rollouts of totals."""
+    from megafold.evosp3d.graphs import RankGraphs
+    from megafold.evosp3d.mesh import Shards
+    from megafold.model.graphs import Emulated
+
+    shards, asked = Shards(), []
+    shards.rank, shards.size = rank, size
+    monkeypatch.setattr(RankGraphs, "_agree", lambda self, own, device: asked.append(own) or own)
+    graphs, layer = RankGraphs(shards, Emulated()), [torch.nn.Linear(4, 4)]
+    for total in totals:
+        x = torch.ones(share_of(shards, total).count, 5, 4)
+        with torch.no_grad(), shards.denoising(total):
+            assert graphs.runs(x)
+            graphs.run_stack(lambda layer, x: (layer[0](x),), [layer], (x,))
+    return len(asked), graphs.shapes
+
+
+def test_all_ranks_ask_and_record_as_often_for_two_totals_of_augmentations(monkeypatch):
+    """Rollouts of four structures and of one on three ranks: the last rank has one both times, the first two and one.
+
+    A rank that took the second for the first would neither ask nor rehearse, and the others would wait for it.
+    """
+    assert [_seen_shapes(rank, 3, (4, 1, 4), monkeypatch) for rank in range(3)] == [(2, 2)] * 3
 
 
 def test_serialize_gives_the_stock_model_back(helpers, make_model):

@@ -1,4 +1,4 @@
-"""What makes the host wait for the device in a rank's forward: nothing but the alignment of chains asks it."""
+"""What makes the host wait for the device in a rank's forward: nothing once the chains are known."""
 
 from __future__ import annotations
 
@@ -43,16 +43,40 @@ class _Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_forward_reads_numbers_for_the_alignment_of_chains_alone(helpers, make_model):
+def _ready_forward(helpers, make_model):
     from megafold.evosp3d.parallelize import parallelize
     from megafold.model.optimize import optimize
     from megafold.model.plan import Plan
 
     model, batch = make_model().float(), helpers._batch(7)
+    batch["additional_molecule_feats"][..., 2] = 0  # one chain: several are searched
     optimize(model, Plan())
     parallelize(model, None, Plan())
+    return lambda: model(**batch)
+
+
+def test_a_forward_reads_numbers_of_the_chains_on_the_host_alone(helpers, make_model):
+    forward = _ready_forward(helpers, make_model)
     with _Reads() as reads:
-        model(**batch)
-    others = [names for names in reads.asked_by if "MultiChainPermutationAlignment.forward" not in names]
-    assert [names[:4] for names in others] == []
+        forward()
+    # The ids of chains were copied to the host before the trunk; on a CPU these reads look like any other.
+    assert [names[:4] for names in reads.asked_by if "Chains.is_one" not in names] == []
     assert reads.asked_by
+
+
+def test_a_forward_gives_einx_no_numbers(helpers, make_model, monkeypatch):
+    """It makes a tensor of them on the host and copies it to the device: a copy that waits for the whole trunk."""
+    forward = _ready_forward(helpers, make_model)
+    numbers = []
+
+    def watched(function):
+        def call(pattern, *values, **kwargs):
+            numbers.extend(pattern for value in values if not torch.is_tensor(value))
+            return function(pattern, *values, **kwargs)
+
+        return call
+
+    for name in ("where", "add", "multiply", "divide", "subtract"):
+        monkeypatch.setattr(einx, name, watched(getattr(einx, name)))
+    forward()
+    assert numbers == []
