@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megafold import triton_support
 from megafold.evofusion import rows
 from megafold.evofusion.attention_output.api import attention_output
-from megafold.evofusion.norm_project.api import norm_project
+from megafold.evofusion.norm_project.api import norm_project_and_pass
 from megafold.evofusion.operator import is_narrow, product_dtype, uses_kernels
 from megafold.evofusion.transition.api import transition
 from megafold.evosp3d.collectives import Exchange, Gather, run, start
@@ -89,27 +89,27 @@ def _attention(layer: Module, pairs: Tensor, mask: Tensor | None, shards: Shards
         hat, scaled = normalized(pairs, norm)
         turning = start(Exchange(split=2, split_total=total, join=1, join_total=total), hat, shards, ATTENTION)
         del hat
-    # By itself, so that it is on its way while the projections are computed.
-    _, bias = norm_project(pairs, norm.weight, norm.bias, head_weight=fn.to_attn_bias[0].weight)
+    # By itself, so that it is on its way while the projections are computed; what flows back to the pairs from there on
+    # is added in its kernel.
+    _, bias, pairs = norm_project_and_pass(pairs, norm.weight, norm.bias, head_weight=fn.to_attn_bias[0].weight)
     flight = start(Gather(dim=2, total=total), bias, shards, ATTENTION)
     if ending:
         # Whole columns, still rows first: attention takes any strides, and what comes out lies as what went in.
         turned, order = turning.wait(), (0, 2, 3, 1, 4)
         q, k, v, gate = (F.linear(turned, *folded(w, b, None if scaled else norm)) for w, b in zip(weights, biases))
     else:
-        (q, k, v, gate), _ = norm_project(pairs, norm.weight, norm.bias, weights, biases)
+        (q, k, v, gate), _, pairs = norm_project_and_pass(pairs, norm.weight, norm.bias, weights, biases)
         order = (0, 1, 3, 2, 4)
     q, k, v = (t.unflatten(-1, (bias.shape[1], -1)).permute(order) for t in (q, k, v))
     bias = flight.wait()
     bias = bias.transpose(-1, -2) if ending else bias
     out = attend(q, k, v, bias, None if mask is None else mask.unsqueeze(1))
     out = out.permute((0, 3, 1, 2, 4) if ending else order).flatten(-2)
-    dropped = _drawn(fn.dropout, pairs, shards)
+    dropped = _drawn(fn.dropout, pairs, shards, columns=ending)
+    out = attention_output(out, gate, attn.to_out.weight, dropped=dropped, residual=None if ending else pairs)
     if not ending:
-        return attention_output(out, gate, attn.to_out.weight, dropped=dropped, residual=pairs)
-    out = attention_output(out, gate, attn.to_out.weight)
-    out = run(Exchange(split=1, split_total=total, join=2, join_total=total), out, shards, ATTENTION)
-    return pairs + (out if dropped is None else out * dropped.to(out.dtype))
+        return out
+    return pairs + run(Exchange(split=1, split_total=total, join=2, join_total=total), out, shards, ATTENTION)
 
 
 def normalized(x: Tensor, norm: Module) -> tuple[Tensor, bool]:
@@ -153,12 +153,17 @@ class _Normalized(torch.autograd.Function):
             return rows.normalized_gradient(flat.contiguous(), of_flat.contiguous()).view(x.shape), None
 
 
-def _drawn(dropout: Module, x: Tensor, shards: Shards) -> Tensor | None:
-    """The factor of a row- or column-shared dropout for rows x [b, n, N, C], drawn for all N rows on every rank."""
+def _drawn(dropout: Module, x: Tensor, shards: Shards, *, columns: bool = False) -> Tensor | None:
+    """The factor of a row- or column-shared dropout for rows x [b, n, N, C], drawn for all N rows on every rank.
+
+    With ``columns`` for whole columns [b, N, n, C] of the same pairs, which the rank holds in the order of its rows.
+    """
     if not (dropout.training and dropout.dropout.p > 0 and dropout.dropout_type in ("row", "col")):
         return None
     batch, _, total, width = x.shape
     by_row = dropout.dropout_type == "row"
     shape = (batch, 1, total, width) if by_row else (batch, total, 1, width)
     drawn = dropout.dropout(torch.ones(shape, dtype=product_dtype(x), device=x.device))
-    return drawn if by_row else shards.narrow(drawn, 1)
+    if by_row == columns:  # one factor for each of what is cut
+        drawn = shards.narrow(drawn, 2 if by_row else 1)
+    return drawn
