@@ -49,6 +49,7 @@ CASES = {
     "transition, wide, without norm": lambda d: cases.transition_case(d, (11,), 256, 64, norm=False),
     "projections and heads": lambda d: cases.norm_project_case(d, (2, 5, 7), 32, outputs=48, count=3, passes=True),
     "heads alone": lambda d: cases.norm_project_case(d, (1, 5, 7), 16, count=0, heads=16, norm_bias=False),
+    "heads alone, x passed on": lambda d: cases.norm_project_case(d, (1, 5, 7), 16, count=0, heads=4, passes=True),
     "attention output, row dropout": lambda d: cases.attention_output_case(d, (2, 5, 7), 32, 64, shared="row"),
     "attention output, column dropout": lambda d: cases.attention_output_case(
         d, (1, 3, 18), 64, 16, shared="col", residual=False
