@@ -6,6 +6,7 @@ What :func:`megafold.model.fused.pair_block` does on one device; what is sent, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +97,8 @@ def _attention(layer: Module, pairs: Tensor, mask: Tensor | None, shards: Shards
     if ending:
         # Whole columns, still rows first: attention takes any strides, and what comes out lies as what went in.
         turned, order = turning.wait(), (0, 2, 3, 1, 4)
-        q, k, v, gate = (F.linear(turned, *folded(w, b, None if scaled else norm)) for w, b in zip(weights, biases))
+        affine = [folded(w, b, None if scaled else norm) for w, b in zip(weights, biases)]
+        q, k, v, gate = projected(turned, *zip(*affine))
     else:
         (q, k, v, gate), _, pairs = norm_project_and_pass(pairs, norm.weight, norm.bias, weights, biases)
         order = (0, 1, 3, 2, 4)
@@ -129,6 +131,39 @@ def folded(weight: Tensor, bias: Tensor | None, norm: Module | None) -> tuple[Te
         return weight, bias
     shift = (weight * norm.bias).sum(-1)
     return weight * norm.weight, shift if bias is None else shift + bias
+
+
+def projected(x: Tensor, weights: Sequence[Tensor], shifts: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """``F.linear`` of x [..., R, C] with each weight [O, C] and shift [O] (or None), in the dtype of x.
+
+    In the backward the gradients of x are summed up in the products, and those of a shift a row of pairs at a time,
+    then over the rows, in fp32: torch's own sum of so many half-precision rows takes as long as two of the products.
+    """
+    return _Projected.apply(x, len(weights), *weights, *shifts)
+
+
+class _Projected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, shifts = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.shifts = [None if shift is None else shift.dtype for shift in shifts]
+        shifts = (None if shift is None else shift.to(x.dtype) for shift in shifts)
+        return tuple(F.linear(x, weight.to(x.dtype), shift) for weight, shift in zip(weights, shifts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, of_weights, of_shifts, of_rows = x.reshape(-1, x.shape[-1]), [], [], None
+        for grad, weight, dtype in zip(grads, weights, ctx.shifts):
+            flat, cast = grad.reshape(-1, grad.shape[-1]), weight.to(x.dtype)
+            of_rows = flat @ cast if of_rows is None else of_rows.addmm_(flat, cast)
+            of_weights.append((flat.mT @ rows).to(weight.dtype))
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            total = None if dtype is None else grad.sum(-2, dtype=wide).flatten(0, -2).sum(0).to(dtype)
+            of_shifts.append(total)
+        return of_rows.view(x.shape), None, *of_weights, *of_shifts
 
 
 class _Normalized(torch.autograd.Function):

@@ -28,6 +28,9 @@ _DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # A message that could start would otherwise wait until the last block of a kernel before it in the queue has a
+    # place: on two H200, N = 768, up to 45 microseconds for each of 1,800 messages of a step.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
     # After a collective that failed or timed out torch waits four times as long for a record of past collectives, by
     # default a minute, before it ends the process, and only then could the other ranks notice that this one is gone.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",

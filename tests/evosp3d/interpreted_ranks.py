@@ -20,7 +20,7 @@ from megafold import triton_support
 from megafold.evofusion.triangle_multiplication.reference import triangle_multiplication
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.mesh import Shards
-from megafold.evosp3d.pair_block import folded, normalized
+from megafold.evosp3d.pair_block import folded, normalized, projected
 from megafold.evosp3d.sharded_triangle import triangle_update
 
 triton_support.runs_kernels = lambda device: True
@@ -108,7 +108,7 @@ def _normalised_and_projected() -> list[str]:
         if fused:
             hat, scaled = normalized(given[0].transpose(1, 2), own)
             assert not scaled, "the kernel did not run"
-            out = F.linear(hat, *folded(*given[1:], own))
+            (out,) = projected(hat, *zip(folded(*given[1:], own)))
         else:
             out = F.linear(own(given[0].transpose(1, 2)), *given[1:])
         out.backward(cotangent.to(dtype))
