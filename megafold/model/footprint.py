@@ -1,6 +1,7 @@
 """How much device memory a training step will need, from the architecture and the shape, before it runs.
 
-    peak = weights, gradients, Adam state + the larger of two moments of the backward:
+    peak = weights, gradients, Adam state + the largest of three moments:
+        forward:   its end, when all is stored and the gradients of the step before are still there
         diffusion: all that the trunk and the diffusion module have stored, and one block of the latter at work
         trunk:     all that the trunk has stored, and one pair block at work
 
@@ -43,7 +44,7 @@ class Prediction:
         persistent: weights, gradients and optimizer state.
         stored: kept from the forward for the backward, by part of the model.
         working: the block at work at the peak.
-        moment: where in the backward the peak is, "diffusion" or "trunk".
+        moment: when the peak is, at the end of the "forward" or in the backward of "diffusion" or "trunk".
     """
 
     persistent: int
@@ -57,9 +58,10 @@ class Prediction:
 
     def __str__(self) -> str:
         parts = [f"{name} {size / GIB:.1f}" for name, size in self.stored.items()]
+        when = "at the end of the forward" if self.moment == "forward" else f"in the backward of the {self.moment}"
         return (
             f"{self.peak / GIB:.1f} GiB: persistent {self.persistent / GIB:.1f}, stored {', '.join(parts)}, "
-            f"at work {self.working / GIB:.1f} (peak in the backward of the {self.moment})"
+            f"at work {self.working / GIB:.1f} (peak {when})"
         )
 
 
@@ -99,8 +101,9 @@ def predict_memory(
     if plan.graphs and n_tokens**2 * model.dim_pairwise <= MOST_ELEMENTS:
         trunk["graphs"] = _graph_buffers(model, n_tokens, msa_depth, templates) + pair_block
         at_work["trunk"] = 0
-    diffusion["gradients_to_come"] = -int(TRUNK_GRADIENTS * parameters * STREAM)
-    moments = {"diffusion": {**trunk, **diffusion}, "trunk": trunk}
+    at_work["forward"] = 0
+    to_come = {"gradients_to_come": -int(TRUNK_GRADIENTS * parameters * STREAM)}
+    moments = {"forward": {**trunk, **diffusion}, "diffusion": {**trunk, **diffusion, **to_come}, "trunk": trunk}
     moment = max(moments, key=lambda name: sum(moments[name].values()) + at_work[name])
     return Prediction(parameters * PERSISTENT_BYTES, moments[moment], at_work[moment], moment)
 
@@ -141,8 +144,9 @@ def _trunk(model: Architecture, plan: Plan, n: int, depth: int, templates: int) 
 def _diffusion(model: Architecture, plan: Plan, n: int, atoms: int, narrow: int) -> dict[str, int]:
     copies, units = model.diffusion_num_augmentations, 1 if plan.recompute else 2
     pair_copies = 1 if plan.shared_conditioning else copies
-    # A transition keeps its stream, the normalised input, two halves of the hidden layer, a gate and their product.
-    transition = STREAM + narrow * (1 + 4 * 2 * model.pair_expansion / 2)
+    # A transition keeps its stream, the normalised input, two halves of the hidden layer, a gate and their product; a
+    # fused one its stream alone.
+    transition = STREAM + (0 if plan.evofusion else narrow * (1 + 4 * 2 * model.pair_expansion / 2))
     # Features repeated, concatenated, projected, normalised; the transitions; the result.
     pair = STREAM + narrow + 2 * narrow + narrow + STREAM + model.pair_transitions * transition + STREAM
     pair = STREAM if plan.recompute and plan.shared_conditioning else pair

@@ -79,8 +79,11 @@ def test_each_switch_that_saves_memory_is_predicted_to():
 def test_the_parts_add_up_and_name_the_moment_of_the_peak():
     short, long = (_predicted(n_tokens, Plan(graphs=False)) for n_tokens in (384, 2048))
     assert short.peak == short.persistent + sum(short.stored.values()) + short.working
-    assert (short.moment, long.moment) == ("diffusion", "trunk")
+    stock = _predicted(384, Plan.none())
+    assert [one.moment for one in (short, stock, long)] == ["forward", "diffusion", "trunk"]
     assert str(short).startswith(f"{short.peak / GIB:.1f} GiB: persistent 6.8, stored inputs ")
+    assert str(short).endswith("(peak at the end of the forward)")
+    assert str(long).endswith("(peak in the backward of the trunk)")
 
 
 def test_the_lines_of_doctor_name_both_models():
