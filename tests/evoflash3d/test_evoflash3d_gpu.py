@@ -301,9 +301,16 @@ def test_hopper_kernels_error_budget(hopper_launches, shape, bias_dtype, layout)
     assert sorted(hopper_launches) == ["bias", *forward, "keys", "queries"]
 
 
-@pytest.fixture
-def whole_rows(monkeypatch):
+@pytest.fixture(params=[False, True], ids=["tile by tile", "pairs of tiles"])
+def whole_rows(monkeypatch, request):
     """dq, dk and dv from one kernel, however few rows there are."""
+    table = Problem.rows_config
+
+    def rows_config(problem):
+        found = table(problem)
+        return {"gluon": found["gluon"] | {"pairs": request.param}} if found else found
+
+    monkeypatch.setattr(Problem, "rows_config", rows_config)
     monkeypatch.setattr(gradients, "MOST_LOST", 1.0)
 
 
@@ -326,7 +333,7 @@ def test_gradients_of_whole_rows_error_budget(hopper_launches, whole_rows, shape
 @pytest.mark.parametrize(
     "shape", [(1, 100, 4, 384, 384, 32), (2, 70, 4, 200, 130, 32), (1, 67, 4, 1024, 1024, 32)], ids=str
 )
-def test_gradients_of_whole_rows_are_the_same_in_every_run(hopper_launches, shape):
+def test_gradients_of_whole_rows_are_the_same_in_every_run(hopper_launches, whole_rows, shape):
     """Also with several rows to a program, launched and captured."""
     inputs = draw(shape, BF16) | {"bias": torch.randn(*shape[:1], shape[2], *shape[3:5], device="cuda").to(BF16)}
     leaves = [t.detach().requires_grad_() for t in inputs.values()]
@@ -345,6 +352,23 @@ def test_gradients_of_whole_rows_are_the_same_in_every_run(hopper_launches, shap
     for _ in range(10):
         graph.replay()
         assert all(map(torch.equal, captured, first))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 6, 2, 130, 130, 32), (1, 10, 4, 384, 300, 32), (1, 7, 4, 64, 64, 32)], ids=str)
+def test_gradient_of_the_bias_two_rows_at_a_time(hopper_launches, monkeypatch, shape, chunks):
+    """Where every chunk has an even number of rows; one at a time otherwise."""
+    two_rows = {"parts": 2, "warps": 4, "block": 64, "step": 64, "registers": 232, "stages": 6, "pairs": True}
+    table = Problem.config
+
+    def config(problem, kernel):
+        found = table(problem, kernel)
+        return found | {"gluon": found["gluon"] | two_rows} if kernel == "bias" else found
+
+    monkeypatch.setattr(Problem, "config", config)
+    monkeypatch.setattr(gradients, "chunk_count", lambda *sizes: chunks)
+    assert_in_budget(shape, BF16, layout="contiguous", bias_dtype=BF16)
+    assert "bias" in hopper_launches
 
 
 def test_whole_rows_beyond_2_31_elements(hopper_launches):
@@ -427,7 +451,7 @@ def test_kernels_of_the_backward_beside_one_another_give_the_same_bits(
     inputs = draw(shape, BF16) | {"bias": torch.randn(*shape[:1], shape[2], *shape[3:5], device="cuda").to(BF16)}
     leaves = {n: t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for n, t in inputs.items()}
     cotangent = draw(shape, BF16, seed=1)["q"]
-    table = Problem.config
+    table, rows_table = Problem.config, Problem.rows_config
 
     def step(overlap):
         def config(problem, kernel):
@@ -436,7 +460,12 @@ def test_kernels_of_the_backward_beside_one_another_give_the_same_bits(
                 return found
             return found | {"gluon": found["gluon"] | {"overlap": overlap, "own_delta": own_delta}}
 
+        def rows_config(problem):
+            found = rows_table(problem)
+            return {"gluon": found["gluon"] | {"overlap": overlap}} if found else found
+
         monkeypatch.setattr(Problem, "config", config)
+        monkeypatch.setattr(Problem, "rows_config", rows_config)
         grads = torch.autograd.grad(evoflash3d(**leaves), list(leaves.values()), cotangent)
         return [t.clone() for t in grads]
 

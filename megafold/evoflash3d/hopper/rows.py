@@ -47,7 +47,7 @@ def load_partition(shared, loads, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr
     q, k, v, g, bias, lse2, delta, R, H, NQ, NK, BIAS_ROWS, items = loads
     keys_bytes: gl.constexpr = 2 * k.block_type.nbytes
     tile_bytes: gl.constexpr = 2 * (q.block_type.nbytes + lse2.block_type.nbytes) + bias.block_type.nbytes
-    tiles = gl.cdiv(NQ, BLOCK_I)
+    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -77,25 +77,97 @@ def load_partition(shared, loads, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr
 
 
 @gluon.jit
+def score_products(shared, k_tile, v_tile, tile, D: gl.constexpr, STAGES: gl.constexpr, scores: gl.constexpr):
+    """Start k times q and v times d(out), transposed scores and their gradients, of a tile when it is there."""
+    q_s, g_s, _k_s, _v_s, _bias_s, _lse_s, _delta_s, _ds_s, _dq_s, _keys_ready, _keys_free, ready, _free, _m, _u = (
+        shared
+    )
+    zero = gl.zeros([PART, BLOCK_I], gl.float32, scores)
+    stage = tile % STAGES
+    mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+    q_tile, g_tile = q_s.index(stage).reshape([BLOCK_I, D]), g_s.index(stage).reshape([BLOCK_I, D])
+    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, g_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def gradients_of_tile(
+    shared, s, dp, dk_acc, dv_acc, tile, scale2, AT: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    scores: gl.constexpr, operand: gl.constexpr,
+):  # fmt: skip
+    """d(scores) of 64 keys and a tile's queries from `score_products`; starts their share of dk and dv."""
+    q_s, g_s, _k_s, _v_s, bias_s, lse_s, delta_s, _ds_s, _dq_s, _keys_ready, _keys_free, _ready, _free, _m, _u = shared
+    dtype: gl.constexpr = q_s.dtype
+    per_query: gl.constexpr = gl.SliceLayout(0, scores)
+    stage = tile % STAGES
+    lse = lse_s.index(stage).reshape([BLOCK_I]).load(per_query)[None, :]
+    bias_tile = bias_s.index(stage).slice(AT, PART, 1).permute((1, 0))  # transposed as it is loaded
+    y = widen(bias_tile.load(scores)) * LOG2E - lse
+    p = gl.exp2(warpgroup_mma_wait(1, [s]) * scale2 + y)
+    g_tile = g_s.index(stage).reshape([BLOCK_I, D])
+    dv_acc = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), g_tile, dv_acc, is_async=True)
+    delta = delta_s.index(stage).reshape([BLOCK_I]).load(per_query)[None, :]
+    ds = (p * (warpgroup_mma_wait(1, [dp]) - delta)).to(dtype)
+    q_tile = q_s.index(stage).reshape([BLOCK_I, D])
+    dk_acc = warpgroup_mma(gl.convert_layout(ds, operand), q_tile, dk_acc, is_async=True)
+    return ds, dk_acc, dv_acc
+
+
+@gluon.jit
+def leave_scores(shared, ds, tile, AT: gl.constexpr, SCORE_STAGES: gl.constexpr):
+    """Put d(scores) into shared memory, when what lay there has been used."""
+    _q_s, _g_s, _k_s, _v_s, _bias_s, _lse_s, _delta_s, ds_s, _dq_s, _keys_ready, _keys_free, _ready, _free, _m, used = (
+        shared
+    )
+    score_stage = tile % SCORE_STAGES
+    mbarrier.wait(used.index(score_stage), ((tile // SCORE_STAGES) & 1) ^ 1)
+    ds_s.index(score_stage).slice(AT, PART, 0).store(ds)
+
+
+@gluon.jit
+def tell_scores(shared, tile, SCORE_STAGES: gl.constexpr):
+    """Let products read this group's d(scores), and anyone write what it has read of this tile."""
+    (
+        _q_s,
+        _g_s,
+        _k_s,
+        _v_s,
+        _bias_s,
+        _lse_s,
+        _delta_s,
+        _ds_s,
+        _dq_s,
+        _keys_ready,
+        _keys_free,
+        _ready,
+        _free,
+        made,
+        _u,
+    ) = shared
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(made.index(tile % SCORE_STAGES), count=1)
+
+
+@gluon.jit
 def keys_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    SCORE_STAGES: gl.constexpr, STEP: gl.constexpr,
+    SCORE_STAGES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and d(scores) for the group that makes dq."""
-    q_s, g_s, k_s, v_s, bias_s, lse_s, delta_s, ds_s, _dq_s, keys_ready, keys_free, ready, free, made, used = shared
+    q_s, _g_s, k_s, v_s, _bias_s, _lse_s, _delta_s, _ds_s, _dq_s, keys_ready, keys_free, _ready, _free, _m, _u = shared
     dk, dv, dk_b, dk_r, dk_h, dk_n, dv_b, dv_r, dv_h, dv_n, R, H, NQ, NK, head_dim, scale, items = work
     dtype: gl.constexpr = q_s.dtype
     AT: gl.constexpr = GROUP * PART
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
     keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    per_query: gl.constexpr = gl.SliceLayout(0, scores)
     left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     operand: gl.constexpr = gl.DotOperandLayout(0, keys, 2)
-    zero = gl.zeros([PART, STEP], gl.float32, scores)
     kj = gl.arange(0, PART, gl.SliceLayout(1, keys))[:, None]
     kd = gl.arange(0, D, gl.SliceLayout(0, keys))[None, :]
     scale2 = scale * LOG2E
-    tiles = gl.cdiv(NQ, BLOCK_I)
+    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -110,37 +182,24 @@ def keys_partition(
             mbarrier.arrive(keys_free.index(key_stage), count=1)
             dk_acc = gl.zeros([PART, D], gl.float32, keys)
             dv_acc = gl.zeros([PART, D], gl.float32, keys)
-            for i in range(0, tiles):
+            for i in range(0, tiles, 2 if PAIRS else 1):
                 tile = at * tiles + i
-                stage = tile % STAGES
-                score_stage = tile % SCORE_STAGES
-                q_tile, g_tile = q_s.index(stage).reshape([BLOCK_I, D]), g_s.index(stage).reshape([BLOCK_I, D])
-                lse_tile, delta_tile = lse_s.index(stage).reshape([BLOCK_I]), delta_s.index(stage).reshape([BLOCK_I])
-                bias_tile = bias_s.index(stage).slice(AT, PART, 1)
-                ds_tile = ds_s.index(score_stage).slice(AT, PART, 0)
-                mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
-                for part in gl.static_range(BLOCK_I // STEP):
-                    q_part, g_part = q_tile.slice(part * STEP, STEP, 0), g_tile.slice(part * STEP, STEP, 0)
-                    s_async = warpgroup_mma(k_tile, q_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    dp_async = warpgroup_mma(v_tile, g_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-                    lse = lse_tile.slice(part * STEP, STEP, 0).load(per_query)[None, :]
-                    bias_part = bias_tile.slice(part * STEP, STEP, 0).permute((1, 0))  # transposed as it is loaded
-                    y = widen(bias_part.load(scores)) * LOG2E - lse
-                    s = warpgroup_mma_wait(1, [s_async])
-                    p = gl.exp2(s * scale2 + y)
-                    dv_acc = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), g_part, dv_acc, is_async=True)
-                    delta = delta_tile.slice(part * STEP, STEP, 0).load(per_query)[None, :]
-                    dp = warpgroup_mma_wait(1, [dp_async])
-                    ds = (p * (dp - delta)).to(dtype)
-                    dk_acc = warpgroup_mma(gl.convert_layout(ds, operand), q_part, dk_acc, is_async=True)
-                    if part == 0:
-                        mbarrier.wait(used.index(score_stage), ((tile // SCORE_STAGES) & 1) ^ 1)
-                    ds_tile.slice(part * STEP, STEP, 1).store(ds)
-                    dk_acc, dv_acc = warpgroup_mma_wait(0, [dk_acc, dv_acc])
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(made.index(score_stage), count=1)
-                mbarrier.arrive(free.index(stage), count=1)
+                s, dp = score_products(shared, k_tile, v_tile, tile, D, STAGES, scores)
+                ds, dk_acc, dv_acc = gradients_of_tile(
+                    shared, s, dp, dk_acc, dv_acc, tile, scale2, AT, D, STAGES, scores, operand
+                )
+                leave_scores(shared, ds, tile, AT, SCORE_STAGES)
+                if PAIRS:  # the next tile's products start before this one's end
+                    s, dp = score_products(shared, k_tile, v_tile, tile + 1, D, STAGES, scores)
+                    dk_acc, dv_acc = warpgroup_mma_wait(2, [dk_acc, dv_acc])
+                    tell_scores(shared, tile, SCORE_STAGES)
+                    tile += 1
+                    ds, dk_acc, dv_acc = gradients_of_tile(
+                        shared, s, dp, dk_acc, dv_acc, tile, scale2, AT, D, STAGES, scores, operand
+                    )
+                    leave_scores(shared, ds, tile, AT, SCORE_STAGES)
+                dk_acc, dv_acc = warpgroup_mma_wait(0, [dk_acc, dv_acc])
+                tell_scores(shared, tile, SCORE_STAGES)
             b64, h64, r64 = b.to(gl.int64), h.to(gl.int64), r.to(gl.int64)
             row = (j * BLOCK_J + AT + kj).to(gl.int64)
             dk_base = dk + b64 * dk_b + r64 * dk_r + h64 * dk_h
@@ -151,9 +210,13 @@ def keys_partition(
 
 
 @gluon.jit
-def queries_partition(shared, work, D: gl.constexpr, KEY_STAGES: gl.constexpr, SCORE_STAGES: gl.constexpr):
-    """dq: the d(scores) of 64 queries and a block of keys times these keys, added up block by block."""
-    _q_s, _g_s, k_s, _v_s, _bias_s, _lse_s, _delta_s, ds_s, dq_s, keys_ready, keys_free, _ready, _free, made, used = (
+def queries_partition(
+    shared, work, D: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, SCORE_STAGES: gl.constexpr
+):
+    """dq: the d(scores) of 64 queries and a block of keys times these keys, added up block by block.
+
+    What both other groups are done with is also told from here, which spares each of them a barrier."""
+    _q_s, _g_s, k_s, _v_s, _bias_s, _lse_s, _delta_s, ds_s, dq_s, keys_ready, keys_free, _ready, free, made, used = (
         shared
     )
     dq, dq_b, dq_r, dq_h, dq_n, R, H, NQ, NK, head_dim, scale, items = work
@@ -162,7 +225,7 @@ def queries_partition(shared, work, D: gl.constexpr, KEY_STAGES: gl.constexpr, S
     zero = gl.zeros([BLOCK_I, D], gl.float32, queries)
     qi = gl.arange(0, BLOCK_I, gl.SliceLayout(1, queries))[:, None]
     qd = gl.arange(0, D, gl.SliceLayout(0, queries))[None, :]
-    tiles = gl.cdiv(NQ, BLOCK_I)
+    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -177,6 +240,7 @@ def queries_partition(shared, work, D: gl.constexpr, KEY_STAGES: gl.constexpr, S
                 tile = at * tiles + i
                 score_stage = tile % SCORE_STAGES
                 mbarrier.wait(made.index(score_stage), (tile // SCORE_STAGES) & 1)
+                mbarrier.arrive(free.index(tile % STAGES), count=1)
                 ds_tile = ds_s.index(score_stage).permute((1, 0))
                 product = warpgroup_mma(ds_tile, k_tile, zero, use_acc=False, is_async=True)
                 acc = warpgroup_mma_wait(0, [product])
@@ -199,8 +263,8 @@ def rows_kernel_sm90(
     dq_b, dq_r, dq_h, dq_n, dk_b, dk_r, dk_h, dk_n, dv_b, dv_r, dv_h, dv_n,
     R, H, NQ, NK, BIAS_ROWS, head_dim, scale, items,
     D: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    SCORE_STAGES: gl.constexpr, STEP: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    SCORE_STAGES: gl.constexpr, PAIRS: gl.constexpr, REGISTERS: gl.constexpr,
+    QUERY_REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]; lse2 and delta
     [B * R * H, NQ]. QUERIES: what shared memory has room for, at least NQ. REGISTERS: of a thread that makes dk and
@@ -228,7 +292,7 @@ def rows_kernel_sm90(
     used = gl.allocate_shared_memory(gl.int64, [SCORE_STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(free.index(s), count=2)
+        mbarrier.init(free.index(s), count=1)
     for s in gl.static_range(KEY_STAGES):
         mbarrier.init(keys_ready.index(s), count=1)
         mbarrier.init(keys_free.index(s), count=3)
@@ -241,9 +305,9 @@ def rows_kernel_sm90(
     loads = (q, k, v, grad_out, bias, lse2, delta, R, H, NQ, NK, BIAS_ROWS, items)
     gl.warp_specialize(
         [
-            (keys_partition, (shared, keys_work, 0, D, STAGES, KEY_STAGES, SCORE_STAGES, STEP)),
-            (keys_partition, (shared, keys_work, 1, D, STAGES, KEY_STAGES, SCORE_STAGES, STEP)),
-            (queries_partition, (shared, queries_work, D, KEY_STAGES, SCORE_STAGES)),
+            (keys_partition, (shared, keys_work, 0, D, STAGES, KEY_STAGES, SCORE_STAGES, PAIRS)),
+            (keys_partition, (shared, keys_work, 1, D, STAGES, KEY_STAGES, SCORE_STAGES, PAIRS)),
+            (queries_partition, (shared, queries_work, D, STAGES, KEY_STAGES, SCORE_STAGES)),
             (load_partition, (shared, loads, STAGES, KEY_STAGES)),
         ],
         [4, 4, 1],
