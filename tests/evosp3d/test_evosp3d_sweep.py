@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from experiments.record import read_record, record_path
+from experiments.record import read_record, read_records, record_path
 from experiments.spec import load_sweep
 
 MEGAFOLD = [sys.executable, "-m", "megafold"]
@@ -36,6 +40,27 @@ def test_two_ranks_through_the_launcher_give_one_record_a_point(tmp_path):
     )
     assert metrics["sent_all_to_all"].value > 0 and metrics["loss"].value > 0
     assert metrics["communication_estimate_network"].value > metrics["communication_estimate_nvlink"].value > 0
+
+
+def test_a_rank_out_of_memory_ends_its_point_on_all_ranks_and_the_next_one_runs(tmp_path):
+    """The first rank waits for the second in a collective that never comes; both get new workers afterwards."""
+    folder = Path(__file__).parent
+    for number, comparison in enumerate(_sweep("sp=2", "n_tokens=[9,8,7]").comparisons):
+        content = comparison.as_dict()
+        content["contenders"][0]["provider"] = "runs_out"
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = [str(folder), str(folder.parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"MEGAFOLD_PROVIDERS": "runs_out", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    files = [f"{tmp_path}/{number}.json" for number in range(3)]
+    command = [*torchrun, *MEGAFOLD[1:], "measure", *files, "--records", f"{tmp_path}/out/records"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=env | {"OMP_NUM_THREADS": "1"})
+    found = {r.point.setting.size("n_tokens"): r for r in read_records(tmp_path / "out" / "records")}
+    assert {n: r.status for n, r in found.items()} == {9: "ok", 8: "oom", 7: "ok"}, done.stdout + done.stderr[-3000:]
+    assert found[8].reason.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
 
 
 def test_an_emulated_rank_sends_what_a_real_one_sends(tmp_path, run_ranks):
