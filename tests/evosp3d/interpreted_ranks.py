@@ -18,12 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megafold import triton_support
 from megafold.evofusion.triangle_multiplication.reference import triangle_multiplication
+from megafold.evosp3d import sharded_triangle
 from megafold.evosp3d.collectives import Gather, run
 from megafold.evosp3d.mesh import Shards
 from megafold.evosp3d.pair_block import folded, normalized, projected
 from megafold.evosp3d.sharded_triangle import triangle_update
 
 triton_support.runs_kernels = lambda device: True
+# Eight pieces on two ranks, four on three, two on five.
+sharded_triangle.PIECE_BYTES = sharded_triangle.PIECE_CHANNELS = 1
 
 NAMES = ("norm_weight", "norm_bias", "in_weight", "gate_weight", "out_norm_weight", "out_norm_bias", "out_weight")
 WIDTH = 16
