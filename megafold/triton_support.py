@@ -38,6 +38,14 @@ def why_not(device: torch.device) -> str | None:
 
 
 @functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the Gluon that kernels for sm_90 are written in: 3.6 and later."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+
+
+@functools.cache
 def architecture(device_index: int | None = None) -> str:
     """Name of a visible device's architecture: "sm_90", "gfx90a", ..."""
     if torch.version.hip:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -53,6 +54,15 @@ def options(config: dict) -> dict[str, int]:
     """Compiler options of a configuration."""
     names = ("num_warps", "num_stages", "maxnreg", "waves_per_eu")
     return {name: config[name] for name in names if config.get(name) is not None}
+
+
+def hopper_kernels(config: dict, x: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """`hopper.launch` where a configuration asks for its kernels and they serve rows x [.., C], else None."""
+    if "gluon" not in config or not triton_support.has_gluon():
+        return None
+    from megafold.evofusion.hopper import launch
+
+    return launch if launch.serves(x, dtype) else None
 
 
 def block(config: dict, name: str, size: int) -> int:

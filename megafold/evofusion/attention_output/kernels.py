@@ -29,7 +29,7 @@ def _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, column, BLOCK: tl.
 def output_kernel(
     attended, gate, w, dropped, residual, out, d_b, d_i, d_j, GROUPS, J, tiles, programs,
     C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    HAS_DROPPED: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPPED: tl.constexpr, RESIDUAL: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every `programs`-th tile of rows. attended, gate [B, GROUPS, J, INNER], w [C, INNER], residual, out [.., C]."""
     pid = tl.program_id(0)
@@ -38,7 +38,7 @@ def output_kernel(
         b, i, start, at, length, row = _place(pid + k * programs, GROUPS, J, BLOCK_L)
         value = load_rows(attended, row, at, length, INNER, 0, INNER)
         if GATED:
-            value *= sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
+            value *= sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER), FAST)
         y = tl.dot(value.to(w.dtype.element_ty), weight, input_precision=PRECISION)
         if HAS_DROPPED:
             y *= _dropped(dropped, b, i, start, at, length, d_b, d_i, d_j, 0, C)
@@ -52,7 +52,7 @@ def gradient_kernel(
     grad_out, attended, gate, w, dropped, grad_attended, grad_gate, gated, scaled, d_b, d_i, d_j, GROUPS, J, tiles,
     programs,
     C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    HAS_DROPPED: tl.constexpr, COPY: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DROPPED: tl.constexpr, COPY: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every `programs`-th tile of rows. Also stores, for the weight's gradient, attended * sigmoid(gate), and with COPY
     grad_out * dropped."""
@@ -69,7 +69,7 @@ def gradient_kernel(
         grad = tl.dot(y, weight, input_precision=PRECISION)
         if GATED:
             value = load_rows(attended, row, at, length, INNER, 0, INNER)
-            s = sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER))
+            s = sigmoid(load_rows(gate, row, at, length, INNER, 0, INNER), FAST)
             value *= s
             store_rows(gated, row, at, length, INNER, 0, value, INNER)
             store_rows(grad_gate, row, at, length, INNER, 0, grad * value * (1.0 - s), INNER)

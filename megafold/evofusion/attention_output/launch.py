@@ -108,6 +108,7 @@ def _constants(
         "STAGES": config["num_stages"],
         "GATED": gate is not None,
         "HAS_DROPPED": dropped is not None,
+        "FAST": triton_support.takes_ptx(attended.device),
         "PRECISION": triton_support.float32_precision(),
     }
     return (groups, length, tiles, programs), constants | options(config)

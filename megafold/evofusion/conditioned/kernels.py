@@ -23,10 +23,10 @@ def _place(M, BLOCK_L: tl.constexpr):
 
 
 @triton.jit
-def _gate(rows, w, bias, o, WIDTH: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr):
+def _gate(rows, w, bias, o, WIDTH: tl.constexpr, BLOCK_O: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):
     """sigmoid(rows w^T + bias), columns o.."""
     y = tl.dot(rows, tl.trans(load_weight(w, o, WIDTH, BLOCK_O, WIDTH)), input_precision=PRECISION)
-    return sigmoid(y + tl.load(bias + o + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :])
+    return sigmoid(y + tl.load(bias + o + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :], FAST)
 
 
 @triton.jit
@@ -49,7 +49,8 @@ def _moments(x, row, at, length, eps, C: tl.constexpr):
 @triton.jit
 def adaptive_norm_kernel(
     x, cond, cond_gamma, w_gamma, gamma_bias, w_beta, out, M, eps,
-    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows. x and out [M, C], cond [M, D], w_gamma and w_beta [C, D]."""
     row, at, length = _place(M, BLOCK_L)
@@ -57,7 +58,7 @@ def adaptive_norm_kernel(
     normed = _condition(cond, cond_gamma, row, at, length, eps, D, w_gamma.dtype.element_ty)
     for o in range(0, C, BLOCK_O):
         x_hat = (load_rows(x, row, at, length, C, o, BLOCK_O) - mean) * rstd
-        y = x_hat * _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        y = x_hat * _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, FAST, PRECISION)
         y = tl.dot(normed, tl.trans(load_weight(w_beta, o, D, BLOCK_O, D)), y, input_precision=PRECISION)
         store_rows(out, row, at, length, C, o, y, BLOCK_O)
 
@@ -66,7 +67,7 @@ def adaptive_norm_kernel(
 def adaptive_norm_gradient_kernel(
     grad_out, x, cond, cond_gamma, w_gamma, gamma_bias, w_beta, other_x, other_cond, grad_x, grad_cond, grad_gate, M,
     eps, C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, OTHERS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows. grad_gate [M, C]: of gamma before its sigmoid. With OTHERS, other_x and other_cond are
     added to the gradients of x and cond."""
@@ -77,7 +78,7 @@ def adaptive_norm_gradient_kernel(
     of_mean = tl.zeros([BLOCK_L], tl.float32)
     of_std = tl.zeros([BLOCK_L], tl.float32)
     for o in range(0, C, BLOCK_O):
-        gate = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        gate = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, FAST, PRECISION)
         upstream = load_rows(grad_out, row, at, length, C, o, BLOCK_O)
         part = load_weight(w_beta, o, D, BLOCK_O, D)
         grad = tl.dot(upstream.to(part.dtype), part, grad, input_precision=PRECISION)
@@ -97,7 +98,7 @@ def adaptive_norm_gradient_kernel(
     store_rows(grad_cond, row, at, length, D, 0, grad, D)
     # The means of whole rows are known now; gates again, since keeping them would take the registers of the products.
     for o in range(0, C, BLOCK_O):
-        result = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, PRECISION)
+        result = _gate(normed, w_gamma, gamma_bias, o, D, BLOCK_O, FAST, PRECISION)
         result *= load_rows(grad_out, row, at, length, C, o, BLOCK_O)
         x_hat = (load_rows(x, row, at, length, C, o, BLOCK_O) - mean) * rstd
         result = rstd * (result - (of_mean / C)[:, None] - x_hat * (of_std / C)[:, None])
@@ -110,13 +111,13 @@ def adaptive_norm_gradient_kernel(
 def condition_gate_kernel(
     y, cond, w, bias, residual, out, M,
     C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows of residual + y sigmoid(cond w^T + bias)."""
     row, at, length = _place(M, BLOCK_L)
     tile = load_rows(cond, row, at, length, D, 0, D).to(w.dtype.element_ty)
     for o in range(0, C, BLOCK_O):
-        value = load_rows(y, row, at, length, C, o, BLOCK_O) * _gate(tile, w, bias, o, D, BLOCK_O, PRECISION)
+        value = load_rows(y, row, at, length, C, o, BLOCK_O) * _gate(tile, w, bias, o, D, BLOCK_O, FAST, PRECISION)
         if RESIDUAL:
             value += load_rows(residual, row, at, length, C, o, BLOCK_O)
         store_rows(out, row, at, length, C, o, value, BLOCK_O)
@@ -125,14 +126,15 @@ def condition_gate_kernel(
 @triton.jit
 def condition_gate_gradient_kernel(
     grad_out, y, cond, w, bias, grad_y, grad_cond, grad_gate, M,
-    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows. grad_gate [M, C]: of the gate before its sigmoid."""
     row, at, length = _place(M, BLOCK_L)
     tile = load_rows(cond, row, at, length, D, 0, D).to(w.dtype.element_ty)
     grad = tl.zeros([BLOCK_L, D], tl.float32)
     for o in range(0, C, BLOCK_O):
-        gate = _gate(tile, w, bias, o, D, BLOCK_O, PRECISION)
+        gate = _gate(tile, w, bias, o, D, BLOCK_O, FAST, PRECISION)
         upstream = load_rows(grad_out, row, at, length, C, o, BLOCK_O)
         store_rows(grad_y, row, at, length, C, o, upstream * gate, BLOCK_O)
         upstream *= load_rows(y, row, at, length, C, o, BLOCK_O) * gate * (1.0 - gate)

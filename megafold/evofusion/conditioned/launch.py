@@ -240,6 +240,7 @@ def _narrow(kernel: str, x: Tensor, cond: Tensor, dtype: torch.dtype) -> tuple[d
         "C": x.shape[1],
         "D": cond.shape[1],
         "BLOCK_L": config["block_l"],
+        "FAST": triton_support.takes_ptx(x.device),
         "PRECISION": triton_support.float32_precision(),
     }
     return config, constants

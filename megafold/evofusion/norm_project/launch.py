@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, in_dtype, options
+from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, hopper_kernels, in_dtype, options
 from megafold.evofusion.norm_project import kernels
 from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, gradients_through_norm
 
@@ -39,8 +39,14 @@ def forward(
     tiles = batch * ceil_div(length, config["block_l"])
     flags = {"HAS_BETA": norm_bias is not None, "HAS_BIAS": bias is not None}
     constants = _constants(config, width, outputs, count, number) | flags | options(config)
+    hopper = hopper_kernels(config, x, dtype) if count and outputs == width else None
     with triton_support.device_guard(x.device):
-        if _is_resident(config, w, count):
+        if hopper and hopper.has_heads(batch, length, number):
+            flat = [t.view(-1, width) for t in (x, *rows[:count])]
+            hopper.project(
+                flat[0], norm_weight, norm_bias, w, bias, w_heads, flat[1:], heads, number, length, **config["gluon"]
+            )
+        elif _is_resident(config, w, count):
             programs = min(tiles, triton_support.multiprocessors(x.device))
             constants |= {"STAGES": config["num_stages"]}
             del constants["BLOCK_O"]
@@ -77,11 +83,20 @@ def backward(
     w, w_heads = _weights(weight, head_weight, x, dtype)
     config = configuration("norm_project_gradient", dtype, x.device)
     grad_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    hopper = hopper_kernels(config, x, dtype) if count == MOST and outputs == width else None
     with triton_support.device_guard(x.device):
-        added = x if other is None else other
-        pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, added, grad_x, normed)
-        constants = _constants(config, width, outputs, count, number) | {"OTHER": other is not None}
-        _launch_gradient(pointers, batch, length, config, constants)
+        if hopper and hopper.has_heads(batch, length, number):
+            flat = [t.view(-1, width) for t in (x, grad_x, normed, *rows)]
+            flat_other = None if other is None else other.view(-1, width)
+            hopper.input_gradient(
+                flat[3:], flat[0], norm_weight, w, heads, w_heads, flat_other, *flat[1:3], number, length,
+                **config["gluon"],
+            )  # fmt: skip
+        else:
+            added = x if other is None else other
+            pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, added, grad_x, normed)
+            constants = _constants(config, width, outputs, count, number) | {"OTHER": other is not None}
+            _launch_gradient(pointers, batch, length, config, constants)
         parts = []
         if count:
             sums = Rows(1, 1, batch * length, weight.shape[0], width, x.device, dtype)
@@ -113,6 +128,12 @@ def input_gradient(
     """
     config = configuration("norm_project_gradient", w.dtype, x.device)
     length, width = x.shape
+    hopper = hopper_kernels(config, x, w.dtype)
+    if hopper and w.shape[0] == MOST * width:
+        hopper.input_gradient(
+            [grad], x, norm_weight, w, x, x, other, grad_x, normed, 0, length, **config["gluon"]
+        )  # fmt: skip
+        return
     pointers = (x, norm_weight, w, w, *[grad] * MOST, x, x if other is None else other, grad_x, normed)
     constants = _constants(config, width, w.shape[0], 1, 0) | {"OTHER": other is not None}
     _launch_gradient(pointers, 1, length, config, constants)

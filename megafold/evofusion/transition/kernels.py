@@ -39,7 +39,7 @@ def _out_weight(w_out, n, INNER, C: tl.constexpr, BLOCK_O: tl.constexpr):
 def transition_kernel(
     x, gamma, beta, w_in, w_out, out, M, INNER, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_L
@@ -50,7 +50,7 @@ def transition_kernel(
     for n in range(0, INNER, BLOCK_O):
         values = tl.dot(normed, tl.trans(load_weight(w_in, n, C, BLOCK_O, C)), input_precision=PRECISION)
         gates = tl.dot(normed, tl.trans(load_weight(w_in, INNER + n, C, BLOCK_O, C)), input_precision=PRECISION)
-        hidden = (values * gates * sigmoid(gates)).to(w_out.dtype.element_ty)
+        hidden = (values * gates * sigmoid(gates, FAST)).to(w_out.dtype.element_ty)
         y = tl.dot(hidden, tl.trans(_out_weight(w_out, n, INNER, C, BLOCK_O)), y, input_precision=PRECISION)
     if RESIDUAL:
         y += load_rows_again(x, row, at, length, C, 0, C)
@@ -61,7 +61,7 @@ def transition_kernel(
 def gradient_kernel(
     grad_out, x, gamma, beta, w_in, w_out, hidden, grads, upstream, M, INNER, eps,
     C: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_L rows of `grads` [M, 2 INNER] and `hidden` [M, INNER]; with COPY also of `upstream` [M, C]:
     grad_out in the dtype of products."""
@@ -76,7 +76,7 @@ def gradient_kernel(
         values = tl.dot(normed, tl.trans(load_weight(w_in, n, C, BLOCK_O, C)), input_precision=PRECISION)
         gates = tl.dot(normed, tl.trans(load_weight(w_in, INNER + n, C, BLOCK_O, C)), input_precision=PRECISION)
         grad = tl.dot(above, _out_weight(w_out, n, INNER, C, BLOCK_O), input_precision=PRECISION)
-        s = sigmoid(gates)
+        s = sigmoid(gates, FAST)
         silu = gates * s
         store_rows(hidden, row, at, length, INNER, n, values * silu, BLOCK_O)
         store_rows(grads, row, at, length, 2 * INNER, n, grad * silu, BLOCK_O)
@@ -88,7 +88,7 @@ def gradient_kernel(
 def resident_gradient_kernel(
     grad_out, x, gamma, beta, w_in, w_out, hidden, grads, upstream, M, tiles, programs, eps,
     C: tl.constexpr, INNER: tl.constexpr, BLOCK_L: tl.constexpr, NORM: tl.constexpr, COPY: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`gradient_kernel` with all weights in shared memory: every `programs`-th tile of rows."""
     pid = tl.program_id(0)
@@ -111,7 +111,7 @@ def resident_gradient_kernel(
             values = tl.dot(normed, v0 if half == 0 else v1, input_precision=PRECISION)
             gates = tl.dot(normed, g0 if half == 0 else g1, input_precision=PRECISION)
             grad = tl.dot(above, o0 if half == 0 else o1, input_precision=PRECISION)
-            s = sigmoid(gates)
+            s = sigmoid(gates, FAST)
             silu = gates * s
             store_rows(hidden, row, at, length, INNER, half * HALF, values * silu, HALF)
             store_rows(grads, row, at, length, 2 * INNER, half * HALF, grad * silu, HALF)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evofusion import rows as row_kernels
-from megafold.evofusion.launch import EPS, block, ceil_div, configuration, in_dtype, options, round_up
+from megafold.evofusion.launch import (
+    EPS,
+    block,
+    ceil_div,
+    configuration,
+    hopper_kernels,
+    in_dtype,
+    options,
+    round_up,
+)
 from megafold.evofusion.norm_project.launch import input_gradient
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import padded
@@ -43,6 +52,11 @@ def forward(
         config, constants = _narrow("transition", x, norm_weight, in_weight, dtype)
         rows = x.numel() // x.shape[-1]
         pointers = (x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out)
+        hopper = hopper_kernels(config, x, dtype) if out_weight.shape[1] == 2 * x.shape[-1] else None
+        if hopper:
+            flat = x.view(rows, -1), *pointers[1:5], out.view(rows, -1)
+            hopper.transition(*flat, norm_weight is not None, residual, **config["gluon"])
+            return out, x.new_empty(0, dtype=dtype)
         kernels.transition_kernel[(ceil_div(rows, config["block_l"]),)](
             *pointers, rows, in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config)
         )
@@ -89,6 +103,7 @@ def _narrow(
         "BLOCK_L": config["block_l"],
         "BLOCK_O": block(config, "block_o", in_weight.shape[0] // 2),
         "NORM": norm_weight is not None,
+        "FAST": triton_support.takes_ptx(x.device),
         "PRECISION": triton_support.float32_precision(),
     }
     return config, constants
@@ -98,6 +113,11 @@ def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config
     """One program a tile, or, where a configuration asks for it and they fit, one a multiprocessor with all weights."""
     tiles, constants, width = ceil_div(rows, config["block_l"]), constants | options(config), constants["C"]
     size = 3 * inner * width * pointers[4].element_size()
+    grad_out, x = pointers[:2]
+    hopper = hopper_kernels(config, x, pointers[4].dtype) if inner == 2 * width and grad_out.dtype == x.dtype else None
+    if hopper:
+        hopper.transition_gradient(*pointers, constants["NORM"], constants["COPY"], **config["gluon"])
+        return
     if config.get("resident") and inner & (inner - 1) == 0 and inner >= 32 and size <= RESIDENT_BYTES:
         programs = min(tiles, triton_support.multiprocessors(pointers[0].device))
         del constants["BLOCK_O"]

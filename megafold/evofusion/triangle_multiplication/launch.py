@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, ceil_div, configuration, options, round_up, shared_strides
+from megafold.evofusion.launch import (
+    EPS,
+    ceil_div,
+    configuration,
+    hopper_kernels,
+    options,
+    round_up,
+    shared_strides,
+)
 from megafold.evofusion.triangle_multiplication import kernels
 from megafold.evofusion.weight_gradient import product_over_rows, through_norm
 
@@ -18,6 +27,9 @@ FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
 
 GATED = ("project", "output", "output_gradient", "gate_gradient")
 """Kernels with a sigmoid."""
+
+PAIRS_FOR_HOPPER = 128
+"""Their tiles; the pairs have to be whole ones."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,6 +61,13 @@ class Call:
 
     def _tiles(self, block_l: int) -> int:
         return self.batch * self.tall * ceil_div(self.padded, block_l)
+
+    def _hopper(self, kernel: str) -> tuple[ModuleType | None, dict]:
+        """Kernels for sm_90 where the table asks for them and no pair is padding, with their configuration."""
+        config = configuration(f"triangle_{kernel}", self.dtype, self.x.device)
+        whole = self.batch == 1 and self.padded == self.size and self.tall == self.rows
+        whole &= self.rows * self.size % PAIRS_FOR_HOPPER == 0
+        return hopper_kernels(config, self.x, self.dtype) if whole else None, config.get("gluon", {})
 
     def _each(self, kernel: str, channels: int) -> tuple[tuple[int], dict]:
         """Grid with a program for each tile, and keyword arguments of a kernel that makes so many channels."""
@@ -118,6 +137,13 @@ class Call:
     def project(self, gamma: Tensor, beta: Tensor, operands: Tensor, first: int = 0) -> None:
         """Write the left and right operands to 2 C channels of [B, channels, T, P], from channel `first`."""
         norm = self._normalized is None
+        hopper, config = self._hopper("project")
+        if hopper and not (norm and self.x.dtype != self.dtype):
+            rows = (self.x if norm else self._normalized[0]).flatten(0, 2)
+            mask = None if self.mask is None else self.mask.flatten()
+            channels = operands[0, first : first + 2 * self.width]
+            hopper.triangle_operands(rows, norm, *self._of_input(gamma, beta), mask, channels, None, **config)
+            return
         grid, keywords = self._each("project", 2 * self.width)
         kernels.project_kernel[grid](
             self.x if norm else self._normalized[0], *self._of_input(gamma, beta),
@@ -176,20 +202,35 @@ class Call:
         The first 2 C channels of ``grads`` hold the gradients of the operands.
         """
         (x_hat, rstd), (w, shift) = self._of_x(), self._of_input(gamma, beta)
+        self._gate_gradient(grads, x_hat, w, shift)
+        grad_x = torch.empty_like(self.x)
+        hopper, config = self._hopper("input_gradient")
+        if hopper:
+            flat = grads[0].flatten(1), w, grad_out, x_hat, rstd, grad_x
+            hopper.triangle_input(*flat, residual, **config)
+        else:
+            grid, keywords = self._each("input_gradient", self.width)
+            kernels.input_gradient_kernel[grid](
+                grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
+            )
+        # The ones behind x_hat make the sums over the rows in the same product.
+        products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
+        sums = products[:, self.width : self.width + 1]
+        return grad_x, through_norm(products[:, : self.width], sums, self.weights[:2], gamma, beta)
+
+    def _gate_gradient(self, grads: Tensor, x_hat: Tensor, w: Tensor, shift: Tensor) -> None:
+        """Turn the gradients of the operands, the first 2 C channels, into those of values, gates in the next 2 C."""
+        hopper, config = self._hopper("gate_gradient")
+        if hopper:
+            mask = None if self.mask is None else self.mask.flatten()
+            first, second = grads[0, : 2 * self.width], grads[0, 2 * self.width : 4 * self.width]
+            hopper.triangle_operands(x_hat.flatten(0, 2), False, w, shift, mask, first, second, **config)
+            return
         grid, sizes, keywords = self._resident("gate_gradient", 2 * self.width)
         kernels.gate_gradient_kernel[grid](
             x_hat, w, shift, self.x if self.mask is None else self.mask, grads, *sizes,
             HAS_MASK=self.mask is not None, **keywords,
         )  # fmt: skip
-        grad_x = torch.empty_like(self.x)
-        grid, keywords = self._each("input_gradient", self.width)
-        kernels.input_gradient_kernel[grid](
-            grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
-        )
-        # The ones behind x_hat make the sums over the rows in the same product.
-        products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
-        sums = products[:, self.width : self.width + 1]
-        return grad_x, through_norm(products[:, : self.width], sums, self.weights[:2], gamma, beta)
 
 
 def _summed(parts: Iterable[Tensor]) -> Tensor:
@@ -259,9 +300,9 @@ def backward(
         if not operands.numel():
             operands = grads[:, 2 * call.width : 4 * call.width]
             call.project(norm_weight, norm_bias, grads, first=2 * call.width)
-        for item, grad, both in zip(grads, grad_product, operands):
-            (grad_left, grad_right, *_), (left, right) = item.chunk(5), both.chunk(2)
-            operand_gradients(grad, left, right, outgoing, out=(grad_left, grad_right))
+        for b in range(call.batch):  # no name may hold the product's gradient after it
+            (grad_left, grad_right, *_), (left, right) = grads[b].chunk(5), operands[b].chunk(2)
+            operand_gradients(grad_product[b], left, right, outgoing, out=(grad_left, grad_right))
         del grad_product
         grad_x, of_input = call.input_gradient(grad_out, norm_weight, norm_bias, grads, residual)
     grad_in, grad_gate, grad_gamma, grad_beta = of_input

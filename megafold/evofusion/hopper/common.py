@@ -1,0 +1,84 @@
+"""What the kernels share: how rows stream past weights that stay, and small pieces of arithmetic.
+
+A program a multiprocessor reads all weights into shared memory once. One warp keeps the copy engine busy with tiles of
+`TILE` rows; two groups of four warps take every other tile each, so that one multiplies while the other finishes.
+Where both groups use a buffer in turn, each has a barrier of its own that says it is filled: a barrier tells two states
+apart, and one for both groups changes twice from one tile of a group to its next.
+
+Columns of a product are dealt out to threads in pairs, and a thread would store 4 bytes at a time. The copy engine
+therefore brings the rows of a weight that become such columns in another order (`launch.dealt`), in which a thread
+gets eight neighbours of the true order: `spread` then only renames what the registers hold.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# Triton 3.7 renamed it.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+TILE = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def wide_layout(columns):
+    """Of [TILE, columns] over four warps: what `spread` gives, eight neighbours of a row in consecutive registers."""
+    far = [[0, 1 << bit] for bit in range(5, (columns - 1).bit_length())]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *far],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def spread(x, COLUMNS: gl.constexpr):
+    """[TILE, COLUMNS] in the true order of columns, of a product with a weight whose rows were dealt out."""
+    x = x.reshape([TILE, COLUMNS // 32, 4, 4, 2])
+    x = x.permute((0, 1, 3, 2, 4)).reshape([TILE, COLUMNS])
+    return gl.convert_layout(x, wide_layout(COLUMNS))
+
+
+@gluon.jit
+def normalize(x, eps, C: gl.constexpr):
+    """(x - mean) / sqrt(variance + eps) of rows, fp32, and 1 / sqrt(variance + eps)."""
+    centred = x - (gl.sum(x, 1) / C)[:, None]
+    rstd = 1.0 / gl.sqrt(gl.sum(centred * centred, 1) / C + eps)
+    return centred * rstd[:, None], rstd
+
+
+@gluon.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in 4 instructions."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x * -1.4426950408889634],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def tiles_of(group, tiles, GROUPS: gl.constexpr):
+    """How many tiles a group of a program has; its k-th is the program's (group + GROUPS k)-th."""
+    mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
+    return gl.cdiv(mine - group, GROUPS)
+
+
+@gluon.jit
+def init_barriers(barriers, COUNT: gl.constexpr):
+    for s in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(s), count=1)
+
+
+@gluon.jit
+def columns_of(w_s, block, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """[C, COLUMNS]: a block of COLUMNS rows of weights [rows, C] that were dealt out, transposed.
+
+    A loop over blocks is to stay one: unrolled, their addresses are all made ahead, and take the registers."""
+    return w_s.index(block).reshape([COLUMNS, C]).permute((1, 0))

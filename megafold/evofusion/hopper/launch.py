@@ -1,0 +1,177 @@
+"""Host side of the kernels over rows for sm_90: which calls they serve, and how they are launched."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megafold import triton_support
+from megafold.evofusion.hopper.input_gradient import input_gradient_kernel_sm90
+from megafold.evofusion.hopper.project import project_kernel_sm90
+from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
+from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
+from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
+from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
+from megafold.evofusion.launch import EPS
+
+WIDTH, TILE, STEP = 128, 64, 64
+MOST_HEADS = 16
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def project(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, w: Tensor, bias: Tensor | None, w_heads: Tensor, outs: list[Tensor],
+    heads: Tensor, number: int, length: int, registers: int,
+) -> None:  # fmt: skip
+    """Fill up to four outputs [M, 128] and the heads [M / length, number, length] from rows x [M, 128].
+
+    w [outputs 128, 128] and w_heads [number, 128] in the dtype of products.
+    """
+    tiles, grid = _work(x)
+    constants = {"HAS_BETA": beta is not None, "HAS_BIAS": bias is not None, "REGISTERS": registers}
+    project_kernel_sm90[grid](
+        _rows(x), _dealt(w, STEP), _matrix(w_heads, MOST_HEADS), gamma, gamma if beta is None else beta,
+        gamma if bias is None else bias, *outs, *[outs[0]] * (4 - len(outs)), heads if number else outs[0],
+        len(x), length, tiles, EPS, C=WIDTH, COUNT=len(outs), STEP=STEP, STAGES=8 // x.element_size(), HEADS=number,
+        num_warps=4, **constants,
+    )  # fmt: skip
+
+
+def input_gradient(
+    grads: list[Tensor], x: Tensor, gamma: Tensor, w: Tensor, grad_heads: Tensor, w_heads: Tensor,
+    other: Tensor | None, grad_x: Tensor, normed: Tensor, number: int, length: int, registers: int,
+) -> None:  # fmt: skip
+    """Fill grad_x and normed [M, 128]: from gradients of 4 x 128 columns, in as many tensors or in one, and of heads.
+
+    w [512, 128]; grad_heads [M / length, number, length]; all but x, `other` and grad_x in the dtype of products.
+    """
+    tiles, grid = _work(x)
+    step = WIDTH if len(grads) == 1 else 0
+    blocks = [_rows(grad) for grad in grads] * (4 // len(grads))
+    input_gradient_kernel_sm90[grid](
+        _rows(x), _dealt(w.mT.contiguous(), WIDTH), *blocks, gamma, x if other is None else other, grad_heads, w_heads,
+        grad_x, normed, len(x), length, tiles, EPS, C=WIDTH, COUNT=len(blocks), WIDTH=WIDTH, STEP=step,
+        HELD=4 // x.element_size(), HEADS=number, OTHER=other is not None, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def transition(
+    x: Tensor, gamma: Tensor, beta: Tensor, w_in: Tensor, w_out: Tensor, out: Tensor, norm: bool, residual: bool,
+    registers: int,
+) -> None:  # fmt: skip
+    """Fill out [M, 128] from rows x [M, 128]; gamma and beta are read with `norm`.
+
+    w_in [512, 128], w_out [128, 256].
+    """
+    tiles, grid = _work(x)
+    transition_kernel_sm90[grid](
+        _rows(x), _matrix(w_in, STEP), _dealt(w_out, WIDTH, STEP), gamma, beta, x, out, len(x), tiles, EPS, C=WIDTH,
+        PARTS=2 * WIDTH // STEP, STEP=STEP, NORM=norm, RESIDUAL=residual, SLOTS=4 // x.element_size(),
+        REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def transition_gradient(
+    grad_out: Tensor, x: Tensor, gamma: Tensor, beta: Tensor, w_in: Tensor, w_out: Tensor, hidden: Tensor,
+    grads: Tensor, upstream: Tensor, norm: bool, copies: bool, registers: int,
+) -> None:  # fmt: skip
+    """Fill hidden [M, 256], grads [M, 512] and, with `copies`, upstream [M, 128]; gamma and beta are read with `norm`.
+
+    grad_out and x have the same dtype.
+    """
+    tiles, grid = _work(x)
+    transition_gradient_kernel_sm90[grid](
+        _rows(x), _rows(grad_out), _dealt(w_in, STEP), _dealt(w_out.mT.contiguous(), STEP), gamma, beta, hidden, grads,
+        upstream, len(x), tiles, EPS, C=WIDTH, INNER=2 * WIDTH, STEP=STEP, NORM=norm, COPY=copies,
+        SLOTS=4 // x.element_size(), REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def triangle_operands(
+    x: Tensor, norm: bool, w: Tensor, shift: Tensor, mask: Tensor | None, first: Tensor, second: Tensor | None,
+    registers: int, stages: int,
+) -> None:  # fmt: skip
+    """Fill `first`, the operands [256, M]; with `second` they are their gradients and become those of values and gates.
+
+    Args:
+        x: [M, 128 or more], of which the first 128 are taken; with `norm` not yet normalised. w: [512, 128] or more.
+        shift: [512], fp32. mask: [M] uint8.
+    """
+    pairs = 128
+    count = len(x)
+    tiles = triton.cdiv(count, pairs)
+    triangle_operands_kernel_sm90[(min(tiles, triton_support.multiprocessors(x.device)),)](
+        _dealt(x, pairs), _matrix(w, TILE), shift, shift if mask is None else mask, first,
+        first if second is None else second, count, tiles, EPS, C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm,
+        HAS_MASK=mask is not None, GRADIENT=second is not None, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def triangle_input(
+    grads: Tensor, w: Tensor, grad_out: Tensor, x_hat: Tensor, rstd: Tensor, grad_x: Tensor, residual: bool,
+    registers: int, stages: int,
+) -> None:  # fmt: skip
+    """Fill grad_x [M, 128] from grads [640, M], w [640, 128], grad_out [M, 128], x_hat [M, 136] and rstd [M]."""
+    channels, count = grads.shape
+    tiles = triton.cdiv(count, 2 * TILE)
+    planes = _descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (STEP, 2 * TILE))
+    triangle_input_kernel_sm90[(min(tiles, triton_support.multiprocessors(grads.device)),)](
+        planes, _dealt(w.mT.contiguous(), WIDTH, STEP), grad_out, x_hat, rstd, grad_x, count, tiles, C=WIDTH,
+        PARTS=channels // STEP, STEP=STEP, STAGES=stages, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def serves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these kernels take rows x [.., 128] with products in `dtype`."""
+    return dtype == torch.bfloat16 and x.dtype in TYPES and x.shape[-1] == WIDTH and x.data_ptr() % 16 == 0
+
+
+def has_heads(batch: int, length: int, number: int) -> bool:
+    """Whether heads [batch, number, length] can be had: few enough, and no tile with rows of two structures."""
+    return number <= MOST_HEADS and (batch == 1 or length % TILE == 0 or not number)
+
+
+def _work(x: Tensor) -> tuple[int, tuple[int]]:
+    tiles = triton.cdiv(len(x), TILE)
+    return tiles, (min(tiles, triton_support.multiprocessors(x.device)),)
+
+
+def _rows(x: Tensor) -> TensorDescriptor:
+    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, WIDTH))
+
+
+def _matrix(x: Tensor, rows: int) -> TensorDescriptor:
+    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (rows, WIDTH))
+
+
+def _dealt(w: Tensor, rows: int, columns: int = WIDTH) -> TensorDescriptor:
+    """[rows, columns] of a weight at once; row 32 a + 8 b + 2 c + d of it is brought to place 32 a + 8 c + 2 b + d."""
+    length, pitch = len(w), w.stride(0)
+    strides = (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1)
+    return _descriptor(w, (length // 32, 4, 4, 2, w.shape[1]), strides, (rows // 32, 4, 4, 2, columns))
+
+
+def _descriptor(
+    tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> TensorDescriptor:
+    descriptor = copy.copy(_checked(shape, strides, block, tensor.dtype))
+    descriptor.base = tensor
+    return descriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def _checked(
+    shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
+) -> TensorDescriptor:
+    """A descriptor without a tensor: Triton's checks and the choice of a layout cost more host time than a launch."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
+    anything = torch.empty(8, dtype=dtype, device="cpu")
+    descriptor = TensorDescriptor(anything, list(shape), list(strides), list(block), layout)
+    descriptor.base = None
+    return descriptor
