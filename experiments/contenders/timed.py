@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.contenders.floors import Floor
 from experiments.providers import Context
 from experiments.record import Metric
-from megafold.metrics.memory import MemoryProbe
+from megafold.metrics.memory import MemoryProbe, graph_memory
 from megafold.metrics.timing import Timer, summarize
 from megafold.testing import CheckResult, relative_error
 
@@ -145,7 +145,8 @@ class TimedSession:
         if self._device == "cpu":
             return _profiled_peak(work)
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        # The peak counts what graphs hold; those of an earlier visit still hold their libraries' workspaces.
+        before = torch.cuda.memory_allocated() + graph_memory()
         self._probe.reset()
         work()
         return self._probe.peak().allocated - before

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from experiments.contenders import floors, kernels, operators, peers
+from experiments.contenders import floors, kernels, operators, peers, timed
 from experiments.contenders.kernels import KernelSession
 from experiments.contenders.operators import OperatorSession
 from experiments.contenders.peers import Attention
@@ -46,6 +48,18 @@ def test_the_peak_counts_what_a_call_allocates_and_not_its_inputs():
     scores, tensor = 4 * n * h * n * n, 4 * n * h * n * d
     # Eager attention holds its probabilities, and at least one more tensor of that size in its backward.
     assert 2 * scores < metrics["peak_memory"].value * 2**20 < 6 * scores + 8 * tensor
+
+
+def test_the_peak_leaves_out_what_graphs_of_an_earlier_visit_hold(monkeypatch):
+    session = KernelSession(context("eager"))
+    session._device, session._work = "cuda", {"forward_backward_time": lambda: None}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 100)
+    monkeypatch.setattr(timed, "graph_memory", lambda: 30)
+    monkeypatch.setattr(
+        session, "_probe", SimpleNamespace(reset=lambda: None, peak=lambda: SimpleNamespace(allocated=137))
+    )
+    assert session._peak() == 7
 
 
 @pytest.mark.parametrize("what", ["output", "bias gradient", "mask", "scale"])
