@@ -1,4 +1,4 @@
-"""Loss and gradients under bf16 autocast on a GPU, with every switch on: kernels and graphs in the whole model."""
+"""Loss and gradients on a GPU, with every switch on: kernels and graphs in the whole model, in bf16 and in fp32."""
 
 from __future__ import annotations
 
@@ -41,6 +41,33 @@ def test_bf16_is_as_close_to_float64_as_the_stock_model(
         for _ in range(3):  # once without graphs, recorded, replayed
             found = joined([step(model, batch, **options) for batch in batches])
             assert beyond_budget(found, stock, exact, roundings=ONE_ROUNDING) == []
+    assert model.pairformer._megafold_graphs.shapes > 2
+
+
+@pytest.fixture
+def ieee():
+    """Products of float32 without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("ieee")
+@pytest.mark.parametrize(("tokens", "recycles"), [(37, 2), (128, 2), (384, 1)])
+def test_fp32_is_as_close_to_float64_as_the_stock_model(
+    tokens, recycles, make_model, make_batch, step, step_in_float64, beyond_budget
+):
+    from megafold.model.optimize import optimize
+
+    model, options = make_model(**DEEP).cuda(), {"num_recycling_steps": recycles}
+    batches = [{name: value.cuda() for name, value in make_batch(tokens, seed=seed).items()} for seed in range(2)]
+    exact = joined([step_in_float64(model, batch, **options) for batch in batches])
+    stock = joined([step(model, batch, **options) for batch in batches])
+    optimize(model, Plan())
+    for _ in range(2):
+        found = joined([step(model, batch, **options) for batch in batches])
+        assert beyond_budget(found, stock, exact) == []
     assert model.pairformer._megafold_graphs.shapes > 2
 
 
