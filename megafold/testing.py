@@ -99,7 +99,8 @@ class OfflineKernel:
     registers: per thread (VGPRs on AMD). spill_bytes: stack used by spilled registers. shared_bytes: shared memory or
     LDS. matrix_instructions: MFMA, MMA or WGMMA in the machine code. swap_loops: compare-and-swap instructions.
     loop_spills: loads and stores of spilled registers between the matrix instructions of the innermost loops (NVIDIA);
-    the others move once a program.
+    the others move once a program. awaited: share of asynchronous products (HGMMA) that a wait follows at once. ptxas
+    makes it 1, without a word, where it cannot follow them, such as across the end of a loop.
     """
 
     registers: int
@@ -108,6 +109,7 @@ class OfflineKernel:
     matrix_instructions: int
     swap_loops: int
     loop_spills: int = 0
+    awaited: float = 0.0
 
 
 SHARED_MEMORY_CAP = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
@@ -162,7 +164,14 @@ def compile_offline(
         matrix_instructions=len(re.findall(r"\b(?:H|UTCH|UTC\w*|Q|I)G?MMA\b|\bUTCHMMA\b", code)),
         swap_loops=len(re.findall(r"\b(?:ATOM|RED)\w*\.[\w.]*CAS", code)),
         loop_spills=_loop_spills(code),
+        awaited=_awaited(code),
     )
+
+
+def _awaited(code: str) -> float:
+    """Share of the HGMMA of a disassembled kernel that end a group, which is what can be waited for."""
+    products = re.findall(r"\bHGMMA\b.*", code)
+    return sum("gsb0" in line for line in products) / max(1, len(products))
 
 
 def _loop_spills(code: str) -> int:

@@ -246,7 +246,6 @@ def row_chunks(problem: Problem, gradients: dict[str, Tensor], config: dict) -> 
         tiles = _bias_tiles(problem, config)
     slots = config["programs_per_sm"] * triton_support.multiprocessors(problem.q.device)
     rows_per_chunk = triton.cdiv(problem.R, chunk_count(tiles, slots, problem.R))
-    rows_per_chunk += rows_per_chunk % 2  # the Hopper kernel may take two at a time
     return triton.cdiv(problem.R, rows_per_chunk), rows_per_chunk
 
 

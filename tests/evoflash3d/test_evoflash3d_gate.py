@@ -24,8 +24,9 @@ CASES = [*portability.cases(full=FULL), *offline.cases(full=FULL)]
 @pytest.mark.gate
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shipped_configuration_compiles_and_fits(case):
-    problems = portability.problems(case, case.compile(), SHARED_MEMORY_CAP[case.arch])
-    assert not problems
+    compiled = case.compile()
+    assert not portability.problems(case, compiled, SHARED_MEMORY_CAP[case.arch])
+    assert compiled.awaited < 1.0 or not isinstance(case, offline.HopperCase)
 
 
 def test_gate_refuses_what_is_not_fit():

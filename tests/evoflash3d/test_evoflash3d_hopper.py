@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 from megafold import triton_support
 from megafold.evoflash3d import gradients
 from megafold.evoflash3d.launch import Problem, has_gluon, hopper_kernels, hopper_serves
-from megafold.testing import _loop_spills
+from megafold.testing import _awaited, _loop_spills
 
 BF16 = torch.bfloat16
 
@@ -120,6 +122,12 @@ CODE = """
 """
 
 
+@pytest.mark.parametrize(("waits", "share"), [(2, 1.0), (1, 0.5)])
+def test_products_that_a_wait_follows_at_once(waits, share):
+    code = CODE.replace("{0}", "FADD R1, R2, R3 ;")
+    assert _awaited(code if waits == 2 else code.replace(", gsb0", "", 1)) == share
+
+
 @pytest.mark.parametrize(("line", "spills"), [("FADD R1, R2, R3 ;", 0), ("LDL.LU R3, [R1+0x4] ;", 1)])
 def test_spills_count_where_they_are_in_the_way(line, spills):
     assert _loop_spills(CODE.replace("{0}", line)) == spills
@@ -145,17 +153,44 @@ def loops_that_start_anew(ttgir: str) -> list[str]:
     return [line for line in outer if "iter_args" not in line]
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("kernel", ["forward", "queries", "keys", "bias"])
-def test_stages_are_counted_on_from_item_to_item(kernel, monkeypatch):
-    """Who fills stages and who reads them count them alike: a count that starts anew with an item waits forever."""
+@functools.cache
+def compiled(kernel: str) -> dict[str, str]:
+    """Stages of a Hopper kernel at head dim 32, by name ("ttgir", "ptx")."""
     import triton
 
     from megafold.evoflash3d.hopper import offline
 
     found, compile_one = [], triton.compile
-    monkeypatch.setattr(triton, "compile", lambda *a, **k: found.append(compile_one(*a, **k)) or found[-1])
-    next(case for case in offline.cases() if case.kernel == kernel and case.head_dim == 32).compile()
-    ttgir = found[0].asm["ttgir"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "compile", lambda *a, **k: found.append(compile_one(*a, **k)) or found[-1])
+        next(case for case in offline.cases() if case.kernel == kernel and case.head_dim == 32).compile()
+    return found[0].asm
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys", "bias"])
+def test_stages_are_counted_on_from_item_to_item(kernel):
+    """Who fills stages and who reads them count them alike: a count that starts anew with an item waits forever."""
+    ttgir = compiled(kernel)["ttgir"]
     assert ttgir.count("scf.for") >= 4
     assert loops_that_start_anew(ttgir) == []
+
+
+@pytest.mark.gate
+def test_stages_of_whole_rows_follow_from_the_indices_of_the_loops():
+    """Nothing is carried beside these loops but sums of dk and dv, so that there is no count to lose."""
+    loops = [line.strip() for line in compiled("rows")["ttgir"].splitlines() if "scf.for" in line]
+    assert len(loops) == 4 * 3  # four groups of warps; items, blocks of keys, tiles of queries
+    carried = [line.split("iter_args", 1)[1] for line in loops if "iter_args" in line]
+    assert len(carried) == 2 and all("-> (tensor<64x32xf32" in line for line in carried)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("kernel", ["forward", "queries", "keys", "bias", "rows"])
+def test_addresses_that_grow_with_a_call_are_made_in_64_bits(kernel):
+    """Bases of a row, and its items; 32 bits only for the columns within a row, or what is added to one base."""
+    steps = re.findall(r"tt\.addptr .* : (!tt\.ptr|tensor)<(.*)", compiled(kernel)["ttgir"])
+    bases = [rest for kind, rest in steps if kind == "!tt.ptr"]
+    items = [rest for kind, rest in steps if kind == "tensor" and "x1x!tt.ptr" in rest]
+    assert bases and all(rest.split(", ")[1].startswith("i64") for rest in bases)
+    assert all("xi64" in rest for rest in items)

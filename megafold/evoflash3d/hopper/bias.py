@@ -51,42 +51,18 @@ def load_partition(shared, loads, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, 
 
 
 @gluon.jit
-def part_products(q_tile, k_part, g_tile, v_part, PART: gl.constexpr, STEP: gl.constexpr, scores: gl.constexpr):
-    """Start q times k and d(out) times v: scores of PART queries and STEP keys of one row, and their gradients."""
-    zero = gl.zeros([PART, STEP], gl.float32, scores)
-    s = warpgroup_mma(q_tile, k_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(g_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return s, dp
-
-
-@gluon.jit
-def part_gradient(s, dp, x, lse, delta, scale2, KEEP_16: gl.constexpr, BEHIND: gl.constexpr):
-    """d(scores) from `part_products`, behind which BEHIND others have started; x: bias in base 2, or with KEEP_16 as
-    it is."""
-    y = widen(x) * LOG2E - lse if KEEP_16 else x - lse
-    p = gl.exp2(warpgroup_mma_wait(BEHIND + 1, [s]) * scale2 + y)
-    return p * (warpgroup_mma_wait(BEHIND, [dp]) - delta)
-
-
-@gluon.jit
-def row_products(shared, tile, AT: gl.constexpr, AT_J: gl.constexpr, D: gl.constexpr, BLOCK_I: gl.constexpr,
-    BLOCK_J: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, STEP: gl.constexpr, scores: gl.constexpr,
+def part_gradient(
+    q_tile, k_part, g_tile, v_part, x, lse, delta, scale2,
+    PART: gl.constexpr, STEP: gl.constexpr, KEEP_16: gl.constexpr, scores: gl.constexpr,
 ):  # fmt: skip
-    """`part_products` of a row when it is there, with its log-sum-exp and delta."""
-    q_s, g_s, k_s, v_s, lse_s, delta_s, ready, _free = shared
-    per_query: gl.constexpr = gl.SliceLayout(1, scores)
-    stage = tile % STAGES
-    mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
-    s, dp = part_products(
-        q_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0),
-        k_s.index(stage).reshape([BLOCK_J, D]).slice(AT_J, STEP, 0),
-        g_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0),
-        v_s.index(stage).reshape([BLOCK_J, D]).slice(AT_J, STEP, 0),
-        PART, STEP, scores,
-    )  # fmt: skip
-    lse = lse_s.index(stage).reshape([BLOCK_I]).slice(AT, PART, 0).load(per_query)[:, None]
-    delta = delta_s.index(stage).reshape([BLOCK_I]).slice(AT, PART, 0).load(per_query)[:, None]
-    return s, dp, lse, delta
+    """d(scores) of 64 queries and STEP keys of one row; x: bias in base 2, or with KEEP_16 as it is."""
+    zero = gl.zeros([PART, STEP], gl.float32, scores)
+    s_async = warpgroup_mma(q_tile, k_part.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp_async = warpgroup_mma(g_tile, v_part.permute((1, 0)), zero, use_acc=False, is_async=True)
+    y = widen(x) * LOG2E - lse if KEEP_16 else x - lse
+    s = warpgroup_mma_wait(1, [s_async])
+    p = gl.exp2(s * scale2 + y)
+    return p * (warpgroup_mma_wait(0, [dp_async]) - delta)
 
 
 @gluon.jit
@@ -98,9 +74,9 @@ def load_bias(pointer, columns, KEEP_16: gl.constexpr, i, j):
 @gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr,
-    STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, PAIRS: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    q_s, g_s, k_s, v_s, _lse_s, _delta_s, _ready, free = shared
+    q_s, g_s, k_s, v_s, lse_s, delta_s, ready, free = shared
     bias, dbias, B, R, H, NQ, NK, BIAS_ROWS, BIAS_COLUMNS, rows_per_chunk, scale, items = work
     PART: gl.constexpr = BLOCK_I // PARTS
     AT: gl.constexpr = (GROUP % PARTS) * PART
@@ -124,33 +100,27 @@ def product_partition(
             x_1 = load_bias(pointer, BIAS_COLUMNS, KEEP_16, i, j + STEP)
             total_1 = gl.zeros([PART, STEP], gl.float32, scores)
         first = chunk * rows_per_chunk
-        for _r in range(first, gl.minimum(first + rows_per_chunk, R), 2 if PAIRS else 1):
+        for _r in range(first, gl.minimum(first + rows_per_chunk, R)):
             stage = tile % STAGES
-            s, dp, lse, delta = row_products(shared, tile, AT, AT_J, D, BLOCK_I, BLOCK_J, STAGES, PART, STEP, scores)
-            if PAIRS:  # the products of two rows run at a time
-                after = (tile + 1) % STAGES
-                s_1, dp_1, lse_1, delta_1 = row_products(
-                    shared, tile + 1, AT, AT_J, D, BLOCK_I, BLOCK_J, STAGES, PART, STEP, scores
-                )
-                total_0 += part_gradient(s, dp, x_0, lse, delta, scale2, KEEP_16, 2)
-                thread_barrier()
-                mbarrier.arrive(free.index(stage), count=1)
-                total_0 += part_gradient(s_1, dp_1, x_0, lse_1, delta_1, scale2, KEEP_16, 0)
-                thread_barrier()
-                mbarrier.arrive(free.index(after), count=1)
-                tile += 2
-            else:
-                total_0 += part_gradient(s, dp, x_0, lse, delta, scale2, KEEP_16, 0)
-                if STEP == 32:
-                    q_tile = q_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
-                    g_tile = g_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
-                    k_part = k_s.index(stage).reshape([BLOCK_J, D]).slice(AT_J + STEP, STEP, 0)
-                    v_part = v_s.index(stage).reshape([BLOCK_J, D]).slice(AT_J + STEP, STEP, 0)
-                    s, dp = part_products(q_tile, k_part, g_tile, v_part, PART, STEP, scores)
-                    total_1 += part_gradient(s, dp, x_1, lse, delta, scale2, KEEP_16, 0)
-                thread_barrier()
-                mbarrier.arrive(free.index(stage), count=1)
-                tile += 1
+            mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+            q_tile = q_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
+            g_tile = g_s.index(stage).reshape([BLOCK_I, D]).slice(AT, PART, 0)
+            k_tile = k_s.index(stage).reshape([BLOCK_J, D])
+            v_tile = v_s.index(stage).reshape([BLOCK_J, D])
+            lse = lse_s.index(stage).reshape([BLOCK_I]).slice(AT, PART, 0).load(per_query)[:, None]
+            delta = delta_s.index(stage).reshape([BLOCK_I]).slice(AT, PART, 0).load(per_query)[:, None]
+            total_0 += part_gradient(
+                q_tile, k_tile.slice(AT_J, STEP, 0), g_tile, v_tile.slice(AT_J, STEP, 0), x_0, lse, delta, scale2,
+                PART, STEP, KEEP_16, scores,
+            )  # fmt: skip
+            if STEP == 32:
+                total_1 += part_gradient(
+                    q_tile, k_tile.slice(AT_J + STEP, STEP, 0), g_tile, v_tile.slice(AT_J + STEP, STEP, 0), x_1, lse,
+                    delta, scale2, PART, STEP, KEEP_16, scores,
+                )  # fmt: skip
+            thread_barrier()
+            mbarrier.arrive(free.index(stage), count=1)
+            tile += 1
         base = dbias + (chunk.to(gl.int64) * (B * H) + bh) * NQ * NK + i.to(gl.int64) * NK
         gl.store(base + j, total_0.to(dbias.dtype.element_ty), mask=(i < NQ) & (j < NK))
         if STEP == 32:
@@ -162,11 +132,10 @@ def bias_kernel_sm90(
     q, k, v, grad_out, lse2, delta, bias, dbias,
     B, R, H, NQ, NK, BIAS_ROWS, BIAS_COLUMNS, rows_per_chunk, scale, items,
     D: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr,
-    WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr, PAIRS: gl.constexpr,
+    WARPS: gl.constexpr, PARTS: gl.constexpr, REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: q, k, v, d(out) [B, R, H, N, D]; lse2, delta [B * R * H, NQ]. PAIRS: two rows at a time, of which
-    every chunk has an even number. The padded bias, [B * H * BIAS_ROWS,
+    """Descriptors: q, k, v, d(out) [B, R, H, N, D]; lse2, delta [B * R * H, NQ]. The padded bias, [B * H * BIAS_ROWS,
     BIAS_COLUMNS], is read once a tile."""
     if OVERLAP:
         launch_dependents()
@@ -188,7 +157,7 @@ def bias_kernel_sm90(
     if BLOCK_J // 64 * PARTS == 1:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
+                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [1],
@@ -197,8 +166,8 @@ def bias_kernel_sm90(
     elif BLOCK_J // 64 * PARTS == 2:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
-                (product_partition, (shared, work, 1, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
+                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 1, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, 1],
@@ -207,10 +176,10 @@ def bias_kernel_sm90(
     else:
         gl.warp_specialize(
             [
-                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
-                (product_partition, (shared, work, 1, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
-                (product_partition, (shared, work, 2, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
-                (product_partition, (shared, work, 3, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS, PAIRS)),
+                (product_partition, (shared, work, 0, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 1, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 2, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
+                (product_partition, (shared, work, 3, D, BLOCK_I, BLOCK_J, STAGES, STEP, WARPS, PARTS)),
                 (load_partition, (shared, loads, BLOCK_I, BLOCK_J, STAGES)),
             ],
             [WARPS, WARPS, WARPS, 1],

@@ -89,7 +89,7 @@ def launch_rows(
         R=problem.R, H=problem.H, NQ=problem.NQ, NK=problem.NK, BIAS_ROWS=problem.bias.shape[2],
         head_dim=problem.D, scale=problem.scale, items=items, D=block_d(problem.D), QUERIES=room_for(problem.NQ),
         STAGES=config["stages"], KEY_STAGES=config["key_stages"], SCORE_STAGES=config["score_stages"],
-        PAIRS=config["pairs"], REGISTERS=config["registers"], QUERY_REGISTERS=config["query_registers"],
+        REGISTERS=config["registers"], QUERY_REGISTERS=config["query_registers"],
         num_warps=config["warps"], **_overlap(config, beside),
     )  # fmt: skip
 
@@ -110,13 +110,12 @@ def launch_bias(
     """Fill `partial` [chunks, B, H, NQ, NK] with sums over chunks of rows."""
     held, block = _held(config), config["block"]
     items = partial.shape[0] * bias_tiles(problem, config)
-    pairs = config.get("pairs", False) and rows_per_chunk % 2 == 0 and problem.R % 2 == 0
     bias_kernel_sm90[_grid(problem, items, config)](
         **_inputs(problem, held, block),
         grad_out=_rows(problem, gradients["grad_out"], held), **_both_statistics(problem, gradients, held),
         bias=problem.bias, dbias=partial, B=problem.B,
         BIAS_ROWS=problem.bias.shape[2], BIAS_COLUMNS=problem.bias.shape[3], rows_per_chunk=rows_per_chunk, items=items,
-        PAIRS=pairs, BLOCK_I=held, BLOCK_J=block, **_common(problem, config), **_overlap(config, beside=False),
+        BLOCK_I=held, BLOCK_J=block, **_common(problem, config), **_overlap(config, beside=False),
     )  # fmt: skip
 
 

@@ -23,13 +23,12 @@ KERNELS = {
     "bias": bias_kernel_sm90,
     "rows": rows_kernel_sm90,
 }
-TWO_ROWS = {"parts": 2, "warps": 4, "block": 64, "step": 64, "registers": 232, "pairs": True}
 CHOICES = {
     "forward": ({"shares": False}, {"shares": True}),
     "queries": ({"own_delta": False, "overlap": True}, {"own_delta": True, "overlap": False}),
     "keys": ({"overlap": True},),
-    "bias": ({"overlap": True}, {"overlap": True, **TWO_ROWS}),
-    "rows": ({"overlap": True, "pairs": False}, {"overlap": True, "pairs": True}),
+    "bias": ({"overlap": True},),
+    "rows": ({"overlap": True},),
 }
 """What a table may choose beside sizes, compiled whether or not it does."""
 
@@ -47,7 +46,7 @@ class HopperCase:
     arch: str = "sm_90"
 
     def __str__(self) -> str:
-        own = "".join(f"-{name}" for name in ("own_delta", "shares", "pairs") if self.config.get(name))
+        own = "".join(f"-{name}" for name in ("own_delta", "shares") if self.config.get(name))
         return f"sm_90-hopper-{self.kernel}-{self.dtype}-D{self.head_dim}-{self.config['block']}{own}"
 
     def compile(self) -> OfflineKernel:
@@ -61,7 +60,7 @@ class HopperCase:
         rows, columns = (block, held) if self.kernel == "keys" else (held, block)
         constants = {
             "D": self.head_dim, "ROWS": self.config.get("rows"), "BLOCK_I": rows, "BLOCK_J": columns,
-            "STAGES": self.config["stages"], "STEP": self.config.get("step"), "PAIRS": self.config.get("pairs", False),
+            "STAGES": self.config["stages"], "STEP": self.config.get("step"),
             "WARPS": self.config["warps"],
             "PARTS": self.config["parts"], "REGISTERS": self.config["registers"],
             "QUERIES": self.config.get("queries"), "KEY_STAGES": self.config.get("key_stages"),

@@ -42,12 +42,18 @@ def row_of(item, R, H):
 
 
 @gluon.jit
+def tiles_of(NQ):
+    """Tiles of queries, which are taken two at a time; what is behind the last query is 0 and adds nothing."""
+    return gl.cdiv(NQ, 2 * BLOCK_I) * 2
+
+
+@gluon.jit
 def load_partition(shared, loads, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr):
     q_s, g_s, k_s, v_s, bias_s, lse_s, delta_s, _ds_s, _dq_s, keys_ready, keys_free, ready, free, _made, _used = shared
     q, k, v, g, bias, lse2, delta, R, H, NQ, NK, BIAS_ROWS, items = loads
     keys_bytes: gl.constexpr = 2 * k.block_type.nbytes
     tile_bytes: gl.constexpr = 2 * (q.block_type.nbytes + lse2.block_type.nbytes) + bias.block_type.nbytes
-    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
+    tiles = tiles_of(NQ)
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -153,7 +159,7 @@ def tell_scores(shared, tile, SCORE_STAGES: gl.constexpr):
 @gluon.jit
 def keys_partition(
     shared, work, GROUP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    SCORE_STAGES: gl.constexpr, PAIRS: gl.constexpr,
+    SCORE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and d(scores) for the group that makes dq."""
     q_s, _g_s, k_s, v_s, _bias_s, _lse_s, _delta_s, _ds_s, _dq_s, keys_ready, keys_free, _ready, _free, _m, _u = shared
@@ -167,7 +173,7 @@ def keys_partition(
     kj = gl.arange(0, PART, gl.SliceLayout(1, keys))[:, None]
     kd = gl.arange(0, D, gl.SliceLayout(0, keys))[None, :]
     scale2 = scale * LOG2E
-    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
+    tiles = tiles_of(NQ)
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -182,24 +188,23 @@ def keys_partition(
             mbarrier.arrive(keys_free.index(key_stage), count=1)
             dk_acc = gl.zeros([PART, D], gl.float32, keys)
             dv_acc = gl.zeros([PART, D], gl.float32, keys)
-            for i in range(0, tiles, 2 if PAIRS else 1):
+            for i in range(0, tiles, 2):
                 tile = at * tiles + i
                 s, dp = score_products(shared, k_tile, v_tile, tile, D, STAGES, scores)
                 ds, dk_acc, dv_acc = gradients_of_tile(
                     shared, s, dp, dk_acc, dv_acc, tile, scale2, AT, D, STAGES, scores, operand
                 )
                 leave_scores(shared, ds, tile, AT, SCORE_STAGES)
-                if PAIRS:  # the next tile's products start before this one's end
-                    s, dp = score_products(shared, k_tile, v_tile, tile + 1, D, STAGES, scores)
-                    dk_acc, dv_acc = warpgroup_mma_wait(2, [dk_acc, dv_acc])
-                    tell_scores(shared, tile, SCORE_STAGES)
-                    tile += 1
-                    ds, dk_acc, dv_acc = gradients_of_tile(
-                        shared, s, dp, dk_acc, dv_acc, tile, scale2, AT, D, STAGES, scores, operand
-                    )
-                    leave_scores(shared, ds, tile, AT, SCORE_STAGES)
-                dk_acc, dv_acc = warpgroup_mma_wait(0, [dk_acc, dv_acc])
+                # The next tile's products start before this one's end.
+                s, dp = score_products(shared, k_tile, v_tile, tile + 1, D, STAGES, scores)
+                dk_acc, dv_acc = warpgroup_mma_wait(2, [dk_acc, dv_acc])
                 tell_scores(shared, tile, SCORE_STAGES)
+                ds, dk_acc, dv_acc = gradients_of_tile(
+                    shared, s, dp, dk_acc, dv_acc, tile + 1, scale2, AT, D, STAGES, scores, operand
+                )
+                leave_scores(shared, ds, tile + 1, AT, SCORE_STAGES)
+                dk_acc, dv_acc = warpgroup_mma_wait(0, [dk_acc, dv_acc])
+                tell_scores(shared, tile + 1, SCORE_STAGES)
             b64, h64, r64 = b.to(gl.int64), h.to(gl.int64), r.to(gl.int64)
             row = (j * BLOCK_J + AT + kj).to(gl.int64)
             dk_base = dk + b64 * dk_b + r64 * dk_r + h64 * dk_h
@@ -225,7 +230,7 @@ def queries_partition(
     zero = gl.zeros([BLOCK_I, D], gl.float32, queries)
     qi = gl.arange(0, BLOCK_I, gl.SliceLayout(1, queries))[:, None]
     qd = gl.arange(0, D, gl.SliceLayout(0, queries))[None, :]
-    tiles = gl.cdiv(NQ, 2 * BLOCK_I) * 2
+    tiles = tiles_of(NQ)
     blocks = gl.cdiv(NK, BLOCK_J)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         b, r, h = row_of(item, R, H)
@@ -263,8 +268,8 @@ def rows_kernel_sm90(
     dq_b, dq_r, dq_h, dq_n, dk_b, dk_r, dk_h, dk_n, dv_b, dv_r, dv_h, dv_n,
     R, H, NQ, NK, BIAS_ROWS, head_dim, scale, items,
     D: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    SCORE_STAGES: gl.constexpr, PAIRS: gl.constexpr, REGISTERS: gl.constexpr,
-    QUERY_REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
+    SCORE_STAGES: gl.constexpr, REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: q, k, v, d(out) [B, R, H, N, D]; the padded bias [B * H * BIAS_ROWS, columns]; lse2 and delta
     [B * R * H, NQ]. QUERIES: what shared memory has room for, at least NQ. REGISTERS: of a thread that makes dk and
@@ -305,8 +310,8 @@ def rows_kernel_sm90(
     loads = (q, k, v, grad_out, bias, lse2, delta, R, H, NQ, NK, BIAS_ROWS, items)
     gl.warp_specialize(
         [
-            (keys_partition, (shared, keys_work, 0, D, STAGES, KEY_STAGES, SCORE_STAGES, PAIRS)),
-            (keys_partition, (shared, keys_work, 1, D, STAGES, KEY_STAGES, SCORE_STAGES, PAIRS)),
+            (keys_partition, (shared, keys_work, 0, D, STAGES, KEY_STAGES, SCORE_STAGES)),
+            (keys_partition, (shared, keys_work, 1, D, STAGES, KEY_STAGES, SCORE_STAGES)),
             (queries_partition, (shared, queries_work, D, STAGES, KEY_STAGES, SCORE_STAGES)),
             (load_partition, (shared, loads, STAGES, KEY_STAGES)),
         ],
