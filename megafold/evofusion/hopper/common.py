@@ -43,6 +43,14 @@ def spread(x, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def deal(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """[TILE, COLUMNS] in the layout of products, columns in the order that `spread` undoes."""
+    x = x.reshape([TILE, COLUMNS // 32, 4, 4, 2])
+    x = x.permute((0, 1, 3, 2, 4)).reshape([TILE, COLUMNS])
+    return gl.convert_layout(x, layout)
+
+
+@gluon.jit
 def normalize(x, eps, C: gl.constexpr):
     """(x - mean) / sqrt(variance + eps) of rows, fp32, and 1 / sqrt(variance + eps)."""
     centred = x - (gl.sum(x, 1) / C)[:, None]

@@ -18,6 +18,7 @@ from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
 from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
+from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
 from megafold.evofusion.launch import EPS
 
 WIDTH, TILE, STEP = 128, 64, 64
@@ -111,6 +112,36 @@ def triangle_operands(
         first if second is None else second, count, tiles, EPS, C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm,
         HAS_MASK=mask is not None, GRADIENT=second is not None, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
+
+
+def triangle_output(
+    x: Tensor, product: Tensor, w_gate: Tensor, gate_shift: Tensor, w_out: Tensor, out_shift: Tensor, grad_out: Tensor,
+    dropped: Tensor | None, strides: tuple[int, int], size: int, x_hat: Tensor, rstd: Tensor, p_hat: Tensor,
+    upstream: Tensor, grad_gate: Tensor, grad_product: Tensor, registers: int,
+) -> None:  # fmt: skip
+    """Fill what stands behind `size`, from x [M, 128] and product [128, M] of M = rows x size pairs.
+
+    Args:
+        w_gate, w_out: [128, 128]. gate_shift, out_shift: [128], fp32. grad_out: [M, 128]. strides: of `dropped`, for
+            rows of pairs and pairs in a row.
+        x_hat, p_hat: [M, 136], ones behind. rstd: [M], of x. upstream: [M, 128]. grad_gate, grad_product: [128, M].
+    """
+    step = 32
+    both, transposed = w_gate.new_empty((2 * WIDTH, WIDTH)), torch.empty_like(w_out)
+    for place, weight in ((both[:WIDTH], w_gate), (both[WIDTH:], w_out), (transposed, w_out.mT)):
+        place.view(WIDTH, 4, 4, 4, 2).copy_(weight.unflatten(1, (4, 4, 4, 2)).transpose(2, 3))
+    tiles, grid = _work(x)
+    triangle_output_kernel_sm90[grid](
+        _rows(x), _planes(product, WIDTH), _dealt(both, step), _dealt(transposed, WIDTH, step), grad_out,
+        grad_out if dropped is None else dropped, gate_shift, out_shift, x_hat, rstd, p_hat, upstream,
+        _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles, EPS, C=WIDTH, STEP=step,
+        HELD=4 // x.element_size(), HAS_DROPPED=dropped is not None, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def _planes(planes: Tensor, channels: int) -> TensorDescriptor:
+    """[channels, 64] of [channels, M] at once, channels dealt."""
+    return _dealt(planes, channels, TILE)
 
 
 def triangle_input(

@@ -53,6 +53,7 @@ class Call:
         self.sizes = self.rows, self.size, self.tall, self.padded
         self._folded: dict[str, Pair] = {}
         self._normalized: Pair | None = None
+        self._output_rows: Pair | None = None
 
     def new(self, channels: int) -> Tensor:
         """Uninitialised [B, channels, T, P] in the dtype of products."""
@@ -173,6 +174,21 @@ class Call:
         gradient of the gate: see the kernels.
         """
         grads, grad_product = self.new(5 * self.width), self.new(self.width)
+        hopper, config = self._hopper("output_gradient")
+        if hopper and product.dtype == self.dtype:
+            pairs, width = self.rows * self.size, self.width
+            x_hat = self.x.new_empty((1, self.tall, self.padded, width + 8), dtype=self.dtype)
+            rstd = self.x.new_empty((1, self.tall, self.padded), dtype=torch.float32)
+            self._normalized = x_hat, rstd
+            # Channels of the operands, whose gradients come later, have room for both.
+            p_hat, upstream, _ = grads.flatten().split((pairs * (width + 8), pairs * width, pairs * (3 * width - 8)))
+            self._output_rows = upstream.view(pairs, width), p_hat.view(pairs, width + 8)
+            hopper.triangle_output(
+                self.x.flatten(0, 2), product[0].flatten(1), *self._of_output(gamma, beta, out_gamma, out_beta),
+                grad_out, self.dropped, self.strides[1:], self.size, x_hat, rstd, p_hat, upstream,
+                grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1), **config,
+            )  # fmt: skip
+            return grads, grad_product
         rstd = self._normalize(kernels.normalize_product_kernel, product, grads)
         of_output = self._of_output(gamma, beta, out_gamma, out_beta)
         grid, sizes, keywords = self._resident("output_gradient", self.width)
@@ -188,6 +204,10 @@ class Call:
         self, grads: Tensor, product: Tensor, out_gamma: Tensor, out_beta: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of out_weight and of the second LayerNorm, before the first 2 C channels are written again."""
+        if self._output_rows is not None:
+            products = product_over_rows(*self._output_rows)
+            sums = products[:, self.width : self.width + 1]
+            return through_norm(products[:, : self.width], sums, self.weights[2:], out_gamma, out_beta)
         upstream = grads[:, : self.width]
         rows = (item[: 2 * self.width].flatten(1).mT.split(self.width, 1) for item in grads)
         products = _summed(product_over_rows(of_out, p_hat) for of_out, p_hat in rows)
