@@ -75,6 +75,10 @@ class Worker:
             raise Unsupported(f"this host has no device {command['device']!r}")
         # All contenders may use TF32 where a card has it; the flag is in every record.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        # Half a million objects of imported modules stay for ever. A full collection amidst a step would look through
+        # them for half a second, and of several ranks all wait for the one that does.
+        gc.collect()
+        gc.freeze()
         return {"hardware": hardware(self._device)}
 
     def _open(self, command: Mapping[str, Any]) -> dict[str, Any]:
