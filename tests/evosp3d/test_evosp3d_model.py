@@ -162,7 +162,7 @@ def test_an_optimized_model_gives_the_same(
 
     model = make_model(checkpoint_trunk_pairformer=True)
     set_dropout(model, dropout)
-    batch = _double(_with_ligands(helpers._batch(9)))
+    batch = _double(_with_ligands(helpers._batch(9, confidence="evofusion" in switches)))
     values, gradients, generator = _step(helpers, copy.deepcopy(model), batch, kwargs)
     plan, optimized = Plan(**switches), True
     for found in run_ranks(size, _on_rank, helpers, model, [batch], kwargs, 1, size, plan, optimized):
