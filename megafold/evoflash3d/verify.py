@@ -13,11 +13,13 @@ SHAPES = {
     # name: B, R, H, N, D, whether each row has a mask of its own
     "triangle attention": (1, 24, 4, 200, 32, True),
     "triangle attention without mask": (2, 5, 4, 97, 32, False),
+    "triangle attention with work for a whole device": (1, 132, 4, 97, 32, False),
     "attention with pair bias": (2, 1, 16, 97, 64, True),
     "augmentations without mask": (1, 3, 4, 200, 64, False),
     "odd length and head dim": (1, 5, 2, 17, 48, True),
 }
-"""Without a mask other kernels run on some devices (`launch.hopper_serves`), so both are checked."""
+"""Without a mask other kernels run on some devices (`launch.hopper_serves`), and yet another where there are many rows
+(`gradients.serves_whole_rows`), so each is checked."""
 
 
 def verify(device: torch.device | str) -> list[CheckResult]:
