@@ -1,0 +1,231 @@
+"""The kernels for sm_90 without a device: their source run with NumPy in the place of Gluon, against float64.
+
+Two and three programs of more tiles than they have buffers: whoever waits for a barrier in a wrong order is found here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gluon_emulator import Descriptor, Emulator, Pointer
+
+from megafold.evofusion import launch as shared
+from megafold.evofusion.hopper import (
+    common,
+    input_gradient,
+    offline,
+    project,
+    transition,
+    transition_forward,
+    triangle_input,
+    triangle_operands,
+    triangle_output,
+)
+from megafold.testing import SHARED_MEMORY_CAP
+
+C, EPS, TILE = 128, 1e-5, 64
+EMULATOR = Emulator(
+    common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands, triangle_output
+)
+FIXED = {"C": C, "REGISTERS": 240}
+
+
+@pytest.fixture
+def draw():
+    generator = np.random.default_rng(0)
+    return lambda *shape, scale=1.0: (generator.standard_normal(shape) * scale).astype(np.float32)
+
+
+def empty(*shape):
+    return np.full(shape, np.nan, np.float32)
+
+
+def rows(x, block=(TILE, C)):
+    return Descriptor(x, x.shape, (x.shape[1], 1), block)
+
+
+def dealt(x, length, columns=C):
+    pitch = x.shape[1]
+    strides = (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1)
+    return Descriptor(x, (len(x) // 32, 4, 4, 2, pitch), strides, (length // 32, 4, 4, 2, columns))
+
+
+def pointer(*arrays):
+    return [Pointer(array.reshape(-1)) for array in arrays]
+
+
+def deal(w):
+    """Columns of weights in the order in which a product leaves them in registers."""
+    return np.ascontiguousarray(w.reshape(-1, 4, 4, 4, 2).swapaxes(2, 3).reshape(w.shape))
+
+
+def wide(*arrays):
+    return [torch.from_numpy(array).double().requires_grad_() for array in arrays]
+
+
+def norm(x, gamma=None, beta=None):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, EPS)
+
+
+def check(**pairs):
+    for name, (found, exact) in pairs.items():
+        exact = exact.detach().numpy()
+        assert np.linalg.norm(found - exact) <= 2e-6 * np.linalg.norm(exact), name
+
+
+@pytest.mark.parametrize("programs", [2, 3])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_transition(draw, slots, programs):
+    x, gamma, beta, w_in, w_out = draw(340, C), draw(C), draw(C), draw(512, C, scale=0.1), draw(C, 256, scale=0.1)
+    out = empty(340, C)
+    EMULATOR.launch(
+        transition_forward.transition_kernel_sm90, programs, rows(x), rows(w_in), dealt(w_out, C, TILE),
+        *pointer(gamma, beta, x, out), 340, 6, EPS, PARTS=4, STEP=64, NORM=True, RESIDUAL=True, SLOTS=slots, **FIXED,
+    )  # fmt: skip
+    x_, gamma_, beta_, w_in_, w_out_ = wide(x, gamma, beta, w_in, w_out)
+    values, gates = (norm(x_, gamma_, beta_) @ w_in_.T).chunk(2, -1)
+    check(out=(out, x_ + (values * torch.nn.functional.silu(gates)) @ w_out_.T))
+
+
+@pytest.mark.parametrize("programs", [2, 3])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_transition_gradient(draw, slots, programs):
+    x, gamma, beta, w_in, w_out = draw(340, C), draw(C), draw(C), draw(512, C, scale=0.1), draw(C, 256, scale=0.1)
+    grad_out, hidden, grads, upstream = draw(340, C), empty(340, 256), empty(340, 512), empty(340, C)
+    EMULATOR.launch(
+        transition.transition_gradient_kernel_sm90, programs, rows(x), rows(grad_out), dealt(w_in, TILE),
+        dealt(np.ascontiguousarray(w_out.T), TILE), *pointer(gamma, beta, hidden, grads, upstream), 340, 6, EPS,
+        INNER=256, STEP=64, NORM=True, COPY=True, SLOTS=slots, **FIXED,
+    )  # fmt: skip
+    x_, gamma_, beta_, w_in_, w_out_, grad_ = wide(x, gamma, beta, w_in, w_out, grad_out)
+    pre = norm(x_, gamma_, beta_) @ w_in_.T
+    made = pre[:, :256] * torch.nn.functional.silu(pre[:, 256:])
+    (of_pre,) = torch.autograd.grad((made @ w_out_.T * grad_).sum(), pre)
+    check(hidden=(hidden, made), grads=(grads, of_pre), upstream=(upstream, grad_))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_projections(draw, stages):
+    x, gamma, beta, w, bias, w_heads = draw(640, C), draw(C), draw(C), draw(512, C), draw(512), draw(4, C)
+    outs, heads = [empty(640, C) for _ in range(4)], empty(2, 4, 320)
+    EMULATOR.launch(
+        project.project_kernel_sm90, 3, rows(x), dealt(w, TILE), rows(w_heads, (16, C)),
+        *pointer(gamma, beta, bias, *outs, heads), 640, 320, 10, EPS, COUNT=4, STEP=64, STAGES=stages, HEADS=4,
+        HAS_BETA=True, HAS_BIAS=True, **FIXED,
+    )  # fmt: skip
+    x_, gamma_, beta_, w_, bias_, w_heads_ = wide(x, gamma, beta, w, bias, w_heads)
+    normed = norm(x_, gamma_, beta_)
+    check(outs=(np.concatenate(outs, 1), normed @ w_.T + bias_))
+    check(heads=(heads, (normed @ w_heads_.T).view(2, 320, 4).mT))
+
+
+@pytest.mark.parametrize("held", [1, 2])
+@pytest.mark.parametrize("heads", [0, 4])
+def test_input_gradient(draw, heads, held):
+    """Of four projections and heads, or of one projection of as many columns."""
+    x, gamma, w, other = draw(640, C), draw(C), draw(512, C, scale=0.1), draw(640, C)
+    grads, grad_heads, w_heads = draw(640, 512), draw(2, 4, 320), draw(4, C)
+    grad_x, x_hat = empty(640, C), empty(640, C)
+    parts = [np.ascontiguousarray(part) for part in np.split(grads, 4, 1)] if heads else [grads] * 4
+    EMULATOR.launch(
+        input_gradient.input_gradient_kernel_sm90, 3, rows(x), dealt(np.ascontiguousarray(w.T), C),
+        *[rows(part) for part in parts], *pointer(gamma, other, grad_heads, w_heads, grad_x, x_hat), 640, 320, 10, EPS,
+        COUNT=4, WIDTH=C, STEP=0 if heads else C, HELD=held, HEADS=heads, OTHER=True, **FIXED,
+    )  # fmt: skip
+    x_, gamma_, w_, other_, grads_, grad_heads_, w_heads_ = wide(x, gamma, w, other, grads, grad_heads, w_heads)
+    normed = norm(x_, gamma_)
+    total = (normed @ w_.T * grads_).sum()
+    if heads:
+        total = total + ((normed @ w_heads_.T).view(2, 320, 4).mT * grad_heads_).sum()
+    check(grad_x=(grad_x, torch.autograd.grad(total, x_)[0] + other_), x_hat=(x_hat, norm(x_)))
+
+
+def padded_rows(x):
+    return np.concatenate([x, np.ones_like(x[:, :1]), np.zeros_like(x[:, :7])], 1)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("gradient", [False, True], ids=["operands", "gradients"])
+def test_triangle_operands(draw, gradient, stages):
+    x, w, shift, first, second = draw(1024, C), draw(640, C, scale=0.1), draw(640), draw(256, 1024), empty(256, 1024)
+    mask = (draw(1024) > -0.8).astype(np.uint8)
+    x_, w_, shift_, grad_ = wide(x, w, shift, first)
+    source = padded_rows(norm(x_).detach().float().numpy()) if gradient else x
+    EMULATOR.launch(
+        triangle_operands.triangle_operands_kernel_sm90, 3, dealt(source, 128), rows(w), *pointer(shift), Pointer(mask),
+        *pointer(first, second), 1024, 8, EPS, PAIRS=128, STAGES=stages, NORM=not gradient, HAS_MASK=True,
+        GRADIENT=gradient, **FIXED,
+    )  # fmt: skip
+    pre = norm(x_) @ w_[:512].T + shift_[:512]
+    operands = (pre[:, :256] * pre[:, 256:].sigmoid() * torch.from_numpy(mask).double()[:, None]).T
+    if not gradient:
+        check(operands=(first, operands))
+        return
+    (of_pre,) = torch.autograd.grad((operands * grad_).sum(), pre)
+    check(values=(first, of_pre[:, :256].T), gates=(second, of_pre[:, 256:].T))
+
+
+def test_triangle_input(draw):
+    x, w, grads, grad_out, grad_x = draw(1024, C), draw(640, C), draw(640, 1024), draw(1024, C), empty(1024, C)
+    x_, w_, grads_, grad_ = wide(x, w, grads, grad_out)
+    rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
+    x_hat = padded_rows(norm(x_).detach().float().numpy())
+    EMULATOR.launch(
+        triangle_input.triangle_input_kernel_sm90, 3, rows(grads, (64, 128)),
+        dealt(np.ascontiguousarray(w.T), C, TILE), *pointer(grad_out, x_hat, rstd, grad_x), 1024, 8, PARTS=10, STEP=64,
+        STAGES=4, RESIDUAL=True, **FIXED,
+    )  # fmt: skip
+    check(grad_x=(grad_x, torch.autograd.grad((norm(x_) @ w_.T * grads_.T).sum(), x_)[0] + grad_))
+
+
+@pytest.mark.parametrize("held", [1, 2])
+@pytest.mark.parametrize("axis", ["row", "column"])
+def test_triangle_output(draw, axis, held):
+    """16 rows of 32 pairs."""
+    pairs = 512
+    x, product, grad_out = draw(pairs, C), draw(C, pairs), draw(pairs, C)
+    w_gate, w_out, gate_shift, out_shift = draw(C, C, scale=0.1), draw(C, C, scale=0.1), draw(C), draw(C)
+    dropped, strides = (draw(32, C), (0, C)) if axis == "row" else (draw(16, C), (C, 0))
+    x_hat, p_hat, rstd, upstream = empty(pairs, C + 8), empty(pairs, C + 8), empty(pairs), empty(pairs, C)
+    grad_gate, grad_product = empty(C, pairs), empty(C, pairs)
+    EMULATOR.launch(
+        triangle_output.triangle_output_kernel_sm90, 3, rows(x), dealt(product, C, TILE),
+        dealt(deal(np.concatenate([w_gate, w_out])), 32), dealt(deal(np.ascontiguousarray(w_out.T)), C, 32),
+        *pointer(grad_out, dropped, gate_shift, out_shift, x_hat, rstd, p_hat, upstream), dealt(grad_gate, 32, TILE),
+        dealt(grad_product, C, TILE), *strides, 32, 8, EPS, STEP=32, HELD=held, HAS_DROPPED=True, **FIXED,
+    )  # fmt: skip
+    x_, product_, w_gate_, w_out_, gate_, out_, grad_ = wide(x, product, w_gate, w_out, gate_shift, out_shift, grad_out)
+    factor = np.tile(dropped, (16, 1)) if axis == "row" else np.repeat(dropped, 32, 0)
+    gate, value = norm(x_) @ w_gate_.T + gate_, norm(product_.T) @ w_out_.T + out_
+    total = (value * gate.sigmoid() * torch.from_numpy(factor).double() * grad_).sum()
+    of_product, of_gate, of_value = torch.autograd.grad(total, (product_, gate, value))
+    check(grad_product=(grad_product, of_product), grad_gate=(grad_gate, of_gate.T), upstream=(upstream, of_value))
+    check(x_hat=(x_hat[:, :C], norm(x_)), p_hat=(p_hat[:, :C], norm(product_.T)))
+    assert np.allclose(rstd, 1 / np.sqrt(x.var(1) + EPS), rtol=1e-5)
+    assert all((hat[:, C] == 1).all() and not hat[:, C + 1 :].any() for hat in (x_hat, p_hat))
+
+
+def test_a_configuration_without_them_or_another_width_runs_the_other_kernels():
+    x = torch.empty(2, 3, C)
+    assert shared.hopper_kernels({"block_l": 64}, x, torch.bfloat16) is None
+    wanted = {"gluon": {"registers": 240}}
+    assert shared.hopper_kernels(wanted, x, torch.bfloat16) is not None
+    assert shared.hopper_kernels(wanted, x, torch.float16) is None
+    assert shared.hopper_kernels(wanted, x[..., :64], torch.bfloat16) is None
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("case", list(offline.cases()), ids=str)
+def test_kernels_compile_and_fit(case):
+    compiled = case.compile()
+    assert compiled.shared_bytes <= SHARED_MEMORY_CAP["sm_90"]
+    assert not compiled.spill_bytes and compiled.matrix_instructions
