@@ -20,6 +20,7 @@ from gluon_emulator import Descriptor, Emulator, Pointer
 
 from megafold.evofusion import launch as shared
 from megafold.evofusion.hopper import (
+    adaptive_norm,
     common,
     input_gradient,
     offline,
@@ -33,9 +34,11 @@ from megafold.evofusion.hopper import (
 from megafold.testing import SHARED_MEMORY_CAP
 
 C, EPS, TILE = 128, 1e-5, 64
-EMULATOR = Emulator(
-    common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands, triangle_output
-)
+MODULES = (
+    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands,
+    triangle_output,
+)  # fmt: skip
+EMULATOR = Emulator(*MODULES)
 FIXED = {"C": C, "REGISTERS": 240}
 
 
@@ -147,6 +150,29 @@ def test_input_gradient(draw, heads, held):
     if heads:
         total = total + ((normed @ w_heads_.T).view(2, 320, 4).mT * grad_heads_).sum()
     check(grad_x=(grad_x, torch.autograd.grad(total, x_)[0] + other_), x_hat=(x_hat, norm(x_)))
+
+
+@pytest.mark.parametrize("held", [1, 2])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "others"])
+def test_adaptive_norm_gradient(draw, others, held):
+    x, cond, grad_out, other_x, other_cond = (draw(340, C) for _ in range(5))
+    gamma, w_gamma, bias, w_beta = draw(C), draw(C, C, scale=0.1), draw(C), draw(C, C, scale=0.1)
+    grad_x, grad_cond, grad_gate = empty(340, C), empty(340, C), empty(340, C)
+    transposed = deal(np.concatenate([w_beta.T, w_gamma.T]))
+    EMULATOR.launch(
+        adaptive_norm.adaptive_norm_gradient_kernel_sm90, 2, rows(x, (TILE, 32)), rows(cond),
+        rows(grad_out, (TILE, 32)), dealt(w_gamma, 32), dealt(transposed, C, 32),
+        *pointer(gamma, bias, other_x, other_cond, grad_x, grad_cond, grad_gate), 340, 6, EPS, STEP=32, HELD=held,
+        OTHERS=others, **FIXED,
+    )  # fmt: skip
+    x_, cond_, grad_, gamma_, w_gamma_, bias_, w_beta_ = wide(x, cond, grad_out, gamma, w_gamma, bias, w_beta)
+    normed = norm(cond_) * gamma_
+    gate = normed @ w_gamma_.T + bias_
+    total = ((norm(x_) * gate.sigmoid() + normed @ w_beta_.T) * grad_).sum()
+    of_x, of_cond, of_gate = torch.autograd.grad(total, (x_, cond_, gate))
+    if others:
+        of_x, of_cond = of_x + torch.from_numpy(other_x), of_cond + torch.from_numpy(other_cond)
+    check(grad_x=(grad_x, of_x), grad_cond=(grad_cond, of_cond), grad_gate=(grad_gate, of_gate))
 
 
 def padded_rows(x):

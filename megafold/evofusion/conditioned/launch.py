@@ -8,7 +8,7 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.conditioned import kernels
-from megafold.evofusion.launch import EPS, ceil_div, configuration, in_dtype, options, round_up
+from megafold.evofusion.launch import EPS, ceil_div, configuration, hopper_kernels, in_dtype, options, round_up
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import folded, normalized, normalized_gradient, whole_rows
 from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
@@ -94,11 +94,18 @@ def _narrow_backward(
     grad_x, grad_cond, grad_gate = torch.empty_like(x), torch.empty_like(cond), torch.empty_like(x, dtype=dtype)
     both = other_x is not None and other_cond is not None
     config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
-    kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
-        grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
-        *((other_x, other_cond) if both else (x, cond)), grad_x, grad_cond, grad_gate, rows, EPS,
-        BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants, **options(config),
-    )  # fmt: skip
+    between = _between(gamma_weight, gamma_bias, beta_weight, dtype)
+    hopper = hopper_kernels(config, x, dtype) if cond.shape == x.shape and grad_out.dtype == dtype else None
+    if hopper:
+        others = (other_x, other_cond) if both else (None, None)
+        inputs = grad_out, x, cond, cond_norm_weight, *between, *others
+        hopper.adaptive_norm_gradient(*inputs, grad_x, grad_cond, grad_gate, **config["gluon"])
+    else:
+        kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
+            grad_out, x, cond, cond_norm_weight, *between, *((other_x, other_cond) if both else (x, cond)), grad_x,
+            grad_cond, grad_gate, rows, EPS, BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants,
+            **options(config),
+        )  # fmt: skip
     if not both:
         for grad, other in ((grad_x, other_x), (grad_cond, other_cond)):
             if other is not None:

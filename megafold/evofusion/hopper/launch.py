@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafold import triton_support
+from megafold.evofusion.hopper.adaptive_norm import adaptive_norm_gradient_kernel_sm90
 from megafold.evofusion.hopper.input_gradient import input_gradient_kernel_sm90
 from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
@@ -127,9 +128,7 @@ def triangle_output(
         x_hat, p_hat: [M, 136], ones behind. rstd: [M], of x. upstream: [M, 128]. grad_gate, grad_product: [128, M].
     """
     step = 32
-    both, transposed = w_gate.new_empty((2 * WIDTH, WIDTH)), torch.empty_like(w_out)
-    for place, weight in ((both[:WIDTH], w_gate), (both[WIDTH:], w_out), (transposed, w_out.mT)):
-        place.view(WIDTH, 4, 4, 4, 2).copy_(weight.unflatten(1, (4, 4, 4, 2)).transpose(2, 3))
+    both, transposed = _with_dealt_columns(w_gate, w_out), _with_dealt_columns(w_out.mT)
     tiles, grid = _work(x)
     triangle_output_kernel_sm90[grid](
         _rows(x), _planes(product, WIDTH), _dealt(both, step), _dealt(transposed, WIDTH, step), grad_out,
@@ -166,6 +165,38 @@ def serves(x: Tensor, dtype: torch.dtype) -> bool:
 def has_heads(batch: int, length: int, number: int) -> bool:
     """Whether heads [batch, number, length] can be had: few enough, and no tile with rows of two structures."""
     return number <= MOST_HEADS and (batch == 1 or length % TILE == 0 or not number)
+
+
+def adaptive_norm_gradient(
+    grad_out: Tensor, x: Tensor, cond: Tensor, cond_gamma: Tensor, w_gamma: Tensor, gamma_bias: Tensor, w_beta: Tensor,
+    other_x: Tensor | None, other_cond: Tensor | None, grad_x: Tensor, grad_cond: Tensor, grad_gate: Tensor,
+    registers: int,
+) -> None:  # fmt: skip
+    """Fill grad_x, grad_cond and grad_gate, all rows of 128 as x and cond are; weights [128, 128].
+
+    grad_out, the weights and grad_gate in the dtype of products; other_x and other_cond both or neither.
+    """
+    step, others = 32, other_x is not None
+    tiles, grid = _work(x)
+    adaptive_norm_gradient_kernel_sm90[grid](
+        _part(x, step), _rows(cond), _part(grad_out, step), _dealt(w_gamma, step),
+        _dealt(_with_dealt_columns(w_beta.mT, w_gamma.mT), WIDTH, step), cond_gamma, gamma_bias,
+        other_x if others else x, other_cond if others else cond, grad_x, grad_cond, grad_gate, len(x), tiles, EPS,
+        C=WIDTH, STEP=step, HELD=4 // max(x.element_size(), cond.element_size()), OTHERS=others, REGISTERS=registers,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _with_dealt_columns(*weights: Tensor) -> Tensor:
+    """Weights [128, 128] one below the other, columns in the order in which a product leaves them in registers."""
+    out = weights[0].new_empty((len(weights) * WIDTH, WIDTH))
+    for place, weight in zip(out.split(WIDTH), weights):
+        place.view(WIDTH, 4, 4, 4, 2).copy_(weight.unflatten(1, (4, 4, 4, 2)).transpose(2, 3))
+    return out
+
+
+def _part(x: Tensor, columns: int) -> TensorDescriptor:
+    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, columns))
 
 
 def _work(x: Tensor) -> tuple[int, tuple[int]]:

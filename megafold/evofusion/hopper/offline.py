@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from triton.experimental.gluon import language as gl
 
+from megafold.evofusion.hopper.adaptive_norm import adaptive_norm_gradient_kernel_sm90
 from megafold.evofusion.hopper.input_gradient import input_gradient_kernel_sm90
 from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
@@ -17,7 +18,14 @@ from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm9
 from megafold.testing import OfflineKernel, compile_offline
 
 TYPES = {"bf16": gl.bfloat16, "fp32": gl.float32}
-ROWS, DEALT, HALF, MATRIX, PLANES = [64, 128], [4, 4, 4, 2, 128], [2, 4, 4, 2, 128], [64, 128], [4, 4, 4, 2, 64]
+PART, ROWS, DEALT, HALF, MATRIX, PLANES = (
+    [64, 32],
+    [64, 128],
+    [4, 4, 4, 2, 128],
+    [2, 4, 4, 2, 128],
+    [64, 128],
+    [4, 4, 4, 2, 64],
+)
 OPERANDS = {"C": 128, "PAIRS": 128, "STAGES": 2, "HAS_MASK": True}
 KERNELS = {
     # kernel, descriptors but for rows of x, constants; "held": tiles of x in shared memory, of which two are 32 KB
@@ -40,6 +48,11 @@ KERNELS = {
         transition_gradient_kernel_sm90,
         {"w_in": HALF, "w_out": HALF},
         {"C": 128, "INNER": 256, "STEP": 64, "NORM": True, "COPY": True, "SLOTS": "held"},
+    ),
+    "adaptive_norm_gradient": (
+        adaptive_norm_gradient_kernel_sm90,
+        {"grad_out": PART, "w": [1, 4, 4, 2, 128], "w_t": [4, 4, 4, 2, 32]},
+        {"C": 128, "STEP": 32, "HELD": "held", "OTHERS": True},
     ),
     "triangle_project": (
         triangle_operands_kernel_sm90,
@@ -66,7 +79,7 @@ KERNELS = {
 ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient")
 """Kernels whose descriptors are all of the dtype of products."""
 
-STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out")
+STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")
 """Arguments in the dtype of the residual stream, where a kernel has them."""
 
 PRECISE = ("shift", "gate_shift", "out_shift", "rstd", "rstds")
@@ -95,8 +108,9 @@ class HopperCase:
         signature |= dict.fromkeys(PRECISE, "*fp32:16")
         for name in kernel.arg_names:
             stream = self.dtype if name in STREAM else "bf16"
-            tile = name == "x" or (name == "grad_out" and self.kernel == "transition_gradient")
-            signature.setdefault(name, _descriptor(ROWS, stream) if tile else f"*{stream}:16")
+            tile = name in ("x", "cond") or (name == "grad_out" and self.kernel == "transition_gradient")
+            block = PART if name == "x" and self.kernel == "adaptive_norm_gradient" else ROWS
+            signature.setdefault(name, _descriptor(block, stream) if tile else f"*{stream}:16")
         compiled = compile_offline(kernel, signature, constants, self.arch, {"num_warps": 4})
         return replace(compiled, spill_bytes=4 * compiled.loop_spills)
 
