@@ -286,7 +286,15 @@ def outer_product_mean_case(
 
 
 def pair_weighted_averaging_case(
-    draw: Draw, depth: int, size: int, *, width: int = 64, pair_width: int = 128, heads: int = 8, inner: int = 256
+    draw: Draw,
+    depth: int,
+    size: int,
+    *,
+    width: int = 64,
+    pair_width: int = 128,
+    heads: int = 8,
+    inner: int = 256,
+    by_kernel: bool = False,
 ) -> Case:
     """AF3 algorithm 10, with a mask and row-shared dropout."""
     inputs = {"msa": draw.normal(1, depth, size, width), "pair": draw.normal(1, size, size, pair_width)}
@@ -298,7 +306,7 @@ def pair_weighted_averaging_case(
     mask[:, 0] = True
     fixed = {"mask": mask, "dropped": draw.dropped(1, 1, size, width), "residual": True}
     return Case(
-        lambda **t: pair_weighted_averaging(**t, **fixed),
+        lambda **t: pair_weighted_averaging(**t, **fixed, by_kernel=by_kernel),
         lambda **t: msa_reference.pair_weighted_averaging(**t, **fixed),
         inputs,
     )

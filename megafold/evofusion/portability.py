@@ -181,6 +181,25 @@ FIXED = {
         )
         for kernel, (name, pointers, config) in TRIANGLE_NORMS.items()
     },
+    "head_average": (
+        Kernel(
+            "msa.kernels",
+            "average_kernel",
+            ("weights", "values", "out"),
+            {"E": 32, "BLOCK_I": 128, "BLOCK_S": 4, "BLOCK_J": 64, "TRANSPOSED": True},
+        ),
+        {"num_warps": 8},
+    ),
+    "head_average_weights": (
+        Kernel(
+            "msa.kernels",
+            "average_weights_kernel",
+            ("grad", "values"),
+            {"E": 32, "BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_S": 2},
+            {"partial": "*fp32:16"},
+        ),
+        {"num_warps": 8},
+    ),
     "through_norm": (
         Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 128}, SUMS, matrix=False),
         {"block_o": 32},
@@ -258,7 +277,7 @@ def cases(full: bool = False) -> Iterator[Case]:
                 yield Case(arch, kernel, "bf16", 128, RESIDENT)
         if full or arch in ("sm_80", "gfx90a"):
             for kernel, (_, config) in FIXED.items():
-                yield Case(arch, kernel, "bf16", 128, {**config, "num_warps": 4, "num_stages": 1})
+                yield Case(arch, kernel, "bf16", 128, {"num_warps": 4, "num_stages": 1, **config})
 
 
 def problems(case: Case, compiled: OfflineKernel, shared_cap: int) -> list[str]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megafold.evofusion.attention_output.api import gated
+from megafold.evofusion.msa import average
 from megafold.evofusion.msa.outer_product import outer_product
 from megafold.evofusion.msa.regroup import regroup
 from megafold.evofusion.norm_project.api import norm_project
@@ -82,6 +83,7 @@ def pair_weighted_averaging(
     mask: Tensor | None = None,
     dropped: Tensor | None = None,
     residual: bool = True,
+    by_kernel: bool = False,
 ) -> Tensor:
     """AF3 algorithm 10 on a residual stream.
 
@@ -92,6 +94,7 @@ def pair_weighted_averaging(
         mask: [B, N] bool, True = token is averaged over.
         dropped: the drawn factor of a row- or column-shared dropout: [B, 1, N, D] or [B, S, 1, D].
         residual: add msa.
+        by_kernel: average in a kernel that reads values where they lie, not in the vendor's products between copies.
 
     Returns:
         [B, S, N, D].
@@ -123,9 +126,11 @@ def pair_weighted_averaging(
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
     weights = logits.softmax(dim=-1).to(values.dtype)
-    # One product a head: [N, N] x [N, S E].
-    columns = regroup(values.unflatten(-1, (heads, -1))).flatten(-2)
-    averaged = regroup((weights @ columns).unflatten(-1, (depth, -1))).flatten(-2)
+    values = values.unflatten(-1, (heads, -1))
+    if by_kernel and average.serves(values):
+        averaged = average.average(weights, values).flatten(-2)
+    else:  # one product a head: [N, N] x [N, S E]
+        averaged = regroup((weights @ regroup(values).flatten(-2)).unflatten(-1, (depth, -1))).flatten(-2)
     out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
     if dropped is not None:
         out = out * dropped.to(out.dtype)
