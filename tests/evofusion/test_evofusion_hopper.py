@@ -30,13 +30,14 @@ from megafold.evofusion.hopper import (
     triangle_input,
     triangle_operands,
     triangle_output,
+    triangle_result,
 )
 from megafold.testing import SHARED_MEMORY_CAP
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
     adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands,
-    triangle_output,
+    triangle_output, triangle_result,
 )  # fmt: skip
 EMULATOR = Emulator(*MODULES)
 FIXED = {"C": C, "REGISTERS": 240}
@@ -211,6 +212,25 @@ def test_triangle_input(draw):
         STAGES=4, RESIDUAL=True, **FIXED,
     )  # fmt: skip
     check(grad_x=(grad_x, torch.autograd.grad((norm(x_) @ w_.T * grads_.T).sum(), x_)[0] + grad_))
+
+
+@pytest.mark.parametrize("held", [2, 4])
+@pytest.mark.parametrize("axis", ["row", "column"])
+def test_triangle_result(draw, axis, held):
+    """16 rows of 32 pairs."""
+    x, product, out = draw(512, C), draw(C, 512), empty(512, C)
+    w_gate, w_out, gate_shift, out_shift = draw(C, C, scale=0.1), draw(C, C, scale=0.1), draw(C), draw(C)
+    dropped, strides = (draw(32, C), (0, C)) if axis == "row" else (draw(16, C), (C, 0))
+    EMULATOR.launch(
+        triangle_result.triangle_result_kernel_sm90, 3, rows(x), rows(product, (C, TILE)), dealt(w_gate, TILE),
+        dealt(w_out, TILE), *pointer(x, dropped, gate_shift, out_shift, out), *strides, 32, 8, EPS, STEP=64, HELD=held,
+        HAS_DROPPED=True, RESIDUAL=True, **FIXED,
+    )  # fmt: skip
+    x_, product_, w_gate_, w_out_, gate_, out_ = wide(x, product, w_gate, w_out, gate_shift, out_shift)
+    factor = np.tile(dropped, (16, 1)) if axis == "row" else np.repeat(dropped, 32, 0)
+    value = norm(product_.T) @ w_out_.T + out_
+    value = value * (norm(x_) @ w_gate_.T + gate_).sigmoid() * torch.from_numpy(factor).double()
+    check(out=(out, x_ + value))
 
 
 @pytest.mark.parametrize("held", [1, 2])

@@ -20,6 +20,7 @@ from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
+from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.evofusion.launch import EPS
 
 WIDTH, TILE, STEP = 128, 64, 64
@@ -112,6 +113,20 @@ def triangle_operands(
         _dealt(x, pairs), _matrix(w, TILE), shift, shift if mask is None else mask, first,
         first if second is None else second, count, tiles, EPS, C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm,
         HAS_MASK=mask is not None, GRADIENT=second is not None, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def triangle_result(
+    x: Tensor, product: Tensor, w_gate: Tensor, gate_shift: Tensor, w_out: Tensor, out_shift: Tensor,
+    dropped: Tensor | None, strides: tuple[int, int], size: int, out: Tensor, residual: bool, registers: int,
+) -> None:  # fmt: skip
+    """Fill out [M, 128]; arguments as for `triangle_output`."""
+    tiles, grid = _work(x)
+    planes = _descriptor(product, tuple(product.shape), tuple(product.stride()), (WIDTH, TILE))
+    triangle_result_kernel_sm90[grid](
+        _rows(x), planes, _dealt(w_gate, STEP), _dealt(w_out, STEP), x, x if dropped is None else dropped, gate_shift,
+        out_shift, out, *strides, size, tiles, EPS, C=WIDTH, STEP=STEP, HELD=8 // x.element_size(),
+        HAS_DROPPED=dropped is not None, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
 
 

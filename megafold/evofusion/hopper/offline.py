@@ -15,6 +15,7 @@ from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
+from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.testing import OfflineKernel, compile_offline
 
 TYPES = {"bf16": gl.bfloat16, "fp32": gl.float32}
@@ -58,6 +59,11 @@ KERNELS = {
         triangle_operands_kernel_sm90,
         {"x": DEALT, "w": MATRIX},
         OPERANDS | {"NORM": True, "GRADIENT": False},
+    ),
+    "triangle_output": (
+        triangle_result_kernel_sm90,
+        {"product": [128, 64], "w_gate": HALF, "w_out": HALF},
+        {"C": 128, "STEP": 64, "HELD": "twice", "HAS_DROPPED": True, "RESIDUAL": True},
     ),
     "triangle_gate_gradient": (
         triangle_operands_kernel_sm90,

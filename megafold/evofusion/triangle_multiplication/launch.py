@@ -157,6 +157,12 @@ class Call:
     ) -> Tensor:
         """The rows [B, R, N, C] from the product [B, C, T, P]."""
         out = torch.empty_like(self.x, dtype=self.x.dtype if residual else self.dtype)
+        hopper, config = self._hopper("output")
+        if hopper:
+            weights = self._of_output(gamma, beta, out_gamma, out_beta)
+            rows = self.x.flatten(0, 2), product[0].flatten(1), *weights, self.dropped, self.strides[1:], self.size
+            hopper.triangle_result(*rows, out, residual, **config)
+            return out
         grid, keywords = self._each("output", self.width)
         kernels.output_kernel[grid](
             self.x, product, *self._of_output(gamma, beta, out_gamma, out_beta),
