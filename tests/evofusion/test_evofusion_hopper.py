@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gluon_emulator import Descriptor, Emulator, Pointer
 

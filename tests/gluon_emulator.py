@@ -140,7 +140,7 @@ class Emulator:
         known |= {"thread_barrier": lambda: None}
         known |= {"fence_async_shared": lambda: None, "warpgroup_mma": self._product}
         known |= {"warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps}
-        known |= {"sigmoid": lambda x: 1 / (1 + np.exp(-x))}
+        known |= {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "widen": lambda x: x}
         self.functions = {}
         for module in modules:
             for name, value in vars(module).items():
@@ -194,7 +194,9 @@ class Emulator:
             sum=lambda x, axis: np.sum(np.asarray(x), axis, dtype=np.float32).view(Tensor), sqrt=np.sqrt,
             where=lambda condition, a, b: np.where(condition, a, b).view(Tensor), convert_layout=lambda x, layout: x,
             constexpr=int, NVMMADistributedLayout=anything, DotOperandLayout=anything, SliceLayout=anything,
-            BlockedLayout=anything, DistributedLinearLayout=anything,
+            BlockedLayout=anything, DistributedLinearLayout=anything, SwizzledSharedLayout=anything,
+            NVMMASharedLayout=types.SimpleNamespace(get_default_for=anything),
+            exp2=np.exp2, minimum=lambda a, b: Scalar(min(a, b)),
         )  # fmt: skip
 
     def _barriers(self):
