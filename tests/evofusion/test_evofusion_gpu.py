@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megafold.evofusion import cases
 from megafold.evofusion.cases import Case, Draw
+from megafold.evofusion.launch import configuration, overridden
 from megafold.evofusion.verify import CASES, COORDINATES
 from megafold.testing import check_budget, gradients_by_name
 
@@ -84,23 +87,71 @@ def test_transition_at_the_stock_widths(width):
     assert_in_budget(cases.transition_case(Draw(BF16, "cuda"), (2, 500), width))
 
 
-@EACH
-def test_autocast_with_fp32_parameters(name):
-    case = SMALL[name](Draw(FP32, "cuda"))
+def under_autocast(function):
+    def call(**inputs):
+        with torch.autocast("cuda", BF16):
+            return function(**inputs)
 
-    def under_autocast(function):
-        def call(**inputs):
-            with torch.autocast("cuda", BF16):
-                return function(**inputs)
+    return call
 
-        return call
 
+def assert_in_budget_under_autocast(case: Case) -> None:
     found = gradients_by_name(under_autocast(case.operator), case.inputs)
     eager = gradients_by_name(under_autocast(case.reference), case.inputs)
     assert {key: t.dtype for key, t in found.items()} == {key: t.dtype for key, t in eager.items()}
     # Outputs in fp32 may hold a product's rounding to bf16: the step that the budget adds is that of bf16.
     rounded = {key: t.to(BF16) for key, t in found.items()}
     assert not [r for r in check_budget(rounded, eager, case.run(reference=True, double=True)) if not r.ok]
+
+
+@EACH
+def test_autocast_with_fp32_parameters(name):
+    assert_in_budget_under_autocast(SMALL[name](Draw(FP32, "cuda")))
+
+
+ROWS_FOR_HOPPER = {
+    "transition": lambda draw: cases.transition_case(draw, (20001,)),
+    "transition without norm and residual": lambda draw: cases.transition_case(
+        draw, (333,), norm=False, residual=False
+    ),
+    "projections": lambda draw: cases.norm_project_case(draw, (2, 160, 64)),
+    "projections, passing x on": lambda draw: cases.norm_project_case(draw, (1, 50, 50), heads=0, passes=True),
+    "two projections": lambda draw: cases.norm_project_case(draw, (1, 33, 33), count=2, heads=7, norm_bias=False),
+    "conditioned transition": lambda draw: cases.conditioned_transition_case(draw, (3, 3001), 128, 128),
+    "adaptive norm": lambda draw: cases.adaptive_norm_case(draw, (77,)),
+    "triangle, a tile": lambda draw: cases.triangle_multiplication_case(draw, 16, shared="col"),
+    "triangle, mask and dropout": lambda draw: cases.triangle_multiplication_case(draw, 208, masked=True, shared="row"),
+    "triangle, incoming, kept operands": lambda draw: cases.triangle_multiplication_case(
+        draw, 96, mix="incoming", residual=False, keep_operands=True
+    ),
+}
+
+
+@pytest.fixture
+def hopper():
+    """All kernels for sm_90, whatever the table says; skips on other devices."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("kernels for sm_90")
+    from megafold.evofusion.hopper.offline import KERNELS
+
+    stages = {"triangle_project": 3, "triangle_gate_gradient": 3, "triangle_input_gradient": 4}
+    with ExitStack() as stack:
+        for kernel in KERNELS:
+            name = {"input_gradient": "norm_project_gradient", "project": "norm_project"}.get(kernel, kernel)
+            config = configuration(name, BF16, torch.device("cuda", 0))
+            gluon = {"registers": 240} | ({"stages": stages[name]} if name in stages else {})
+            stack.enter_context(overridden(name, config | {"gluon": gluon}))
+        yield
+
+
+@pytest.mark.parametrize("name", ROWS_FOR_HOPPER)
+def test_hopper_kernels(hopper, name):
+    assert_in_budget(ROWS_FOR_HOPPER[name](Draw(BF16, "cuda")))
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS_FOR_HOPPER if name != "adaptive norm"])
+def test_hopper_kernels_under_autocast(hopper, name):
+    assert_in_budget_under_autocast(ROWS_FOR_HOPPER[name](Draw(FP32, "cuda")))
 
 
 @EACH
