@@ -17,6 +17,8 @@ LIMIT = 20.0
 
 
 class Tensor(np.ndarray):
+    type = types.SimpleNamespace(layout=None)
+
     def to(self, dtype):
         return self.astype(np.int64).view(Tensor) if dtype == "int64" else self
 
@@ -192,11 +194,14 @@ class Emulator:
             arange=lambda start, stop, layout: np.arange(start, stop).view(Tensor),
             zeros=lambda shape, dtype, layout: np.zeros(shape, np.float32).view(Tensor),
             sum=lambda x, axis: np.sum(np.asarray(x), axis, dtype=np.float32).view(Tensor), sqrt=np.sqrt,
-            where=lambda condition, a, b: np.where(condition, a, b).view(Tensor), convert_layout=lambda x, layout: x,
+            where=lambda condition, a, b: np.where(condition, a, b).view(Tensor),
+            convert_layout=lambda x, layout, **options: x,
             constexpr=int, NVMMADistributedLayout=anything, DotOperandLayout=anything, SliceLayout=anything,
             BlockedLayout=anything, DistributedLinearLayout=anything, SwizzledSharedLayout=anything,
             NVMMASharedLayout=types.SimpleNamespace(get_default_for=anything),
-            exp2=np.exp2, minimum=lambda a, b: Scalar(min(a, b)),
+            full=lambda shape, value, dtype, layout: np.full(shape, value, np.float32).view(Tensor),
+            max=lambda x, axis: np.max(np.asarray(x), axis).view(Tensor), maximum=np.maximum,
+            exp2=np.exp2, log2=np.log2, minimum=lambda a, b: Scalar(min(a, b)),
         )  # fmt: skip
 
     def _barriers(self):

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gluon_emulator import Descriptor, Emulator, Pointer
 
-from megafold.evoflash3d.hopper import bias, common, keys, queries, rows
+from megafold.evoflash3d.hopper import bias, common, forward, keys, queries, rows
 from megafold.evoflash3d.launch import PADDING
 
 D, SCALE, LOG2E = 32, 32**-0.5, 1.4426950408889634
-EMULATORS = {module: Emulator(common, module) for module in (bias, keys, queries, rows)}
+EMULATORS = {module: Emulator(common, module) for module in (bias, forward, keys, queries, rows)}
 
 
 class Call:
@@ -40,6 +40,7 @@ class Call:
         p = torch.softmax(scores.where(seen, torch.tensor(-1e300, dtype=torch.double)), -1) * seen
         out = p @ leaves[2]
         self.exact = dict(zip(("dq", "dk", "dv", "dbias"), torch.autograd.grad(out, leaves, self.g.double())))
+        self.exact["out"] = out.detach()
         lse = torch.logsumexp(scores.detach(), -1) * LOG2E
         self.pitch = -(-n_queries // 32) * 32
         self.lse2, self.delta = (torch.full((batch, rows, heads, self.pitch), float("nan")) for _ in range(2))
@@ -139,3 +140,21 @@ def test_bias(parts, step, stages, rows_per_chunk):
     )  # fmt: skip
     call.found["dbias"] = found.sum(0)
     call.check("dbias")
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("shares", [False, True], ids=["sums of rows", "sums of threads"])
+@pytest.mark.parametrize(("n_rows", "parts"), [(1, 2), (2, 1)])
+def test_forward(n_rows, parts, shares):
+    call = Call(1, 3, 2, 200, 150)
+    call.found["out"], lse = torch.full_like(call.q, float("nan")), torch.full_like(call.lse2, float("nan"))
+    given = call.arguments(64 * parts, 64, ("out",))
+    given |= {f"o_{axis}": given.pop(f"out_{axis}") for axis in "brhn"} | {"lse": Pointer(lse.numpy().reshape(-1))}
+    given = {name: value for name, value in given.items() if name not in ("grad_out", "lse2", "delta", "OVERLAP")}
+    items = -(-200 // (64 * parts)) * -(-3 // n_rows) * 2
+    EMULATORS[forward].launch(
+        forward.forward_kernel_sm90, 2, **given, items=items, pitch=call.pitch, ROWS=n_rows, BLOCK_I=64 * parts,
+        BLOCK_J=64, STAGES=3, STEP=64, WARPS=4, PARTS=parts, NATURAL=False, SHARES=shares,
+    )  # fmt: skip
+    call.check("out")
+    assert torch.allclose(lse, call.lse2, atol=1e-4, equal_nan=True)
