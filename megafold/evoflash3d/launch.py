@@ -185,19 +185,11 @@ class Problem:
 
 def hopper_kernels(problem: Problem, config: dict, gradients: dict[str, Tensor] | None = None) -> ModuleType | None:
     """`hopper.launch` where the table wants the Hopper kernels and they serve the call, else None."""
-    if "gluon" not in config or not has_gluon() or not hopper_serves(problem, gradients):
+    if "gluon" not in config or not triton_support.has_gluon() or not hopper_serves(problem, gradients):
         return None
     from megafold.evoflash3d.hopper import launch
 
     return launch
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the Gluon that the Hopper kernels are written in: 3.6 and later."""
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 def hopper_serves(problem: Problem, gradients: dict[str, Tensor] | None = None) -> bool:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megafold import triton_support
 from megafold.evoflash3d import gradients
 from megafold.evoflash3d.forward import launch_forward
-from megafold.evoflash3d.launch import Problem, has_gluon
+from megafold.evoflash3d.launch import Problem
 
 LENGTHS = {"128": 128, "256": 256, "512": 512, "1024": 768, "longer": 1536}
 """Length that stands for each bucket."""
@@ -50,7 +50,7 @@ def hopper_candidates(kernel: str, bits: str, head_dim: int, arch: str) -> Itera
     (`keys`: queries) of a tile. step: how many of them go through a product at once. stages: tiles under way.
     registers: of a thread that multiplies. shares: `forward` adds up rows at the end.
     """
-    if arch != "sm_90" or bits != "16" or head_dim > 64 or not has_gluon():
+    if arch != "sm_90" or bits != "16" or head_dim > 64 or not triton_support.has_gluon():
         return
     roomy = {"rows": 1, "parts": 2, "warps": 4, "block": 64, "step": 64, "registers": 232, "programs_per_sm": 1}
     shared = {**roomy, "rows": 2, "registers": 112}

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from megafold import triton_support
 from megafold.evoflash3d import gradients
-from megafold.evoflash3d.launch import Problem, has_gluon, hopper_kernels, hopper_serves
+from megafold.evoflash3d.launch import Problem, hopper_kernels, hopper_serves
 from megafold.testing import _awaited, _loop_spills
 
 BF16 = torch.bfloat16
@@ -79,7 +79,7 @@ def test_other_architectures_name_no_hopper_kernel():
 
 def test_table_entries_load_the_hopper_kernels():
     entry = triton_support.shipped_table("evoflash3d", "sm_90")["configs"]["keys"]["16"]["D32"]["1024"]
-    assert (hopper_kernels(problem(), entry) is not None) == has_gluon()
+    assert (hopper_kernels(problem(), entry) is not None) == triton_support.has_gluon()
     assert hopper_kernels(problem(dropout_p=0.5), entry) is None
 
 
@@ -100,7 +100,7 @@ def test_whole_rows_only_when_there_are_enough_for_the_device(rows, expected, mo
     q, bias = torch.empty(1, rows, 4, 64, 32, dtype=BF16), torch.empty(1, 4, 64, 64, dtype=BF16)
     config = triton_support.shipped_table("evoflash3d", "sm_90")["configs"]["rows"]["16"]["D32"]["128"]
     problem = Problem(q, q, q, bias, None, None, 1.0, 0.0, [0] * 5)
-    assert gradients.serves_whole_rows(problem, config, q) == (expected and has_gluon())
+    assert gradients.serves_whole_rows(problem, config, q) == (expected and triton_support.has_gluon())
     assert not gradients.serves_whole_rows(problem, {}, q)
 
 
