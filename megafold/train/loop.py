@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -161,6 +162,10 @@ class _Run:
         config, trainer = self._config, self._trainer
         progress = Progress(trainer.steps, config.steps, shown=self._leads)
         loss: float | None = None
+        # Half a million objects of imported modules stay for ever. A full collection amidst a step would look through
+        # them for half a second, and of several ranks all wait for the one that does.
+        gc.collect()
+        gc.freeze()
         try:
             with StopRequest() as request:
                 while trainer.steps < config.steps and not self._stops(request):
@@ -173,6 +178,7 @@ class _Run:
                 if trainer.steps < config.steps:
                     stopped_by = request.signal or "a signal to another rank"
         finally:
+            gc.unfreeze()
             progress.close()
         self._log.write(event="stop", step=trainer.steps, signal=stopped_by, checkpoint=self._saved.name)
         if stopped_by and self._leads:

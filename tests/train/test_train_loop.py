@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -51,6 +52,14 @@ def _signal_after(monkeypatch, step, number=signal.SIGTERM):
 def whole(tmp_path_factory):
     """A run that nothing stopped."""
     return train(_config(tmp_path_factory.mktemp("whole")))
+
+
+def test_a_collection_amidst_a_step_leaves_out_what_was_there_before(tmp_path, monkeypatch):
+    step, left_out, before = Trainer.step, [], gc.get_freeze_count()
+    monkeypatch.setattr(Trainer, "step", lambda *a: left_out.append(gc.get_freeze_count()) or step(*a))
+    train(_config(tmp_path, steps=1))
+    assert left_out[0] > 100_000
+    assert gc.get_freeze_count() <= before
 
 
 def test_log_has_one_json_object_a_step(whole):
