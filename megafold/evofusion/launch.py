@@ -56,13 +56,17 @@ def options(config: dict) -> dict[str, int]:
     return {name: config[name] for name in names if config.get(name) is not None}
 
 
-def hopper_kernels(config: dict, x: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """`hopper.launch` where a configuration asks for its kernels and they serve rows x [.., C], else None."""
+def hopper_kernels(config: dict, x: Tensor, dtype: torch.dtype, *others: Tensor) -> ModuleType | None:
+    """`hopper.launch` where a configuration asks for its kernels and they serve rows x [.., C], else None.
+
+    Args:
+        others: what else the copy engine is to read.
+    """
     if "gluon" not in config or not triton_support.has_gluon():
         return None
     from megafold.evofusion.hopper import launch
 
-    return launch if launch.serves(x, dtype) else None
+    return launch if launch.serves(x, dtype, *others) else None
 
 
 def block(config: dict, name: str, size: int) -> int:

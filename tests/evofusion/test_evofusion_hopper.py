@@ -23,10 +23,12 @@ from megafold.evofusion.hopper import (
     adaptive_norm,
     common,
     input_gradient,
+    launch,
     offline,
     project,
     transition,
     transition_forward,
+    triangle_both,
     triangle_input,
     triangle_operands,
     triangle_output,
@@ -36,8 +38,8 @@ from megafold.testing import SHARED_MEMORY_CAP
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
-    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands,
-    triangle_output, triangle_result,
+    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_both, triangle_input,
+    triangle_operands, triangle_output, triangle_result,
 )  # fmt: skip
 EMULATOR = Emulator(*MODULES)
 FIXED = {"C": C, "REGISTERS": 240}
@@ -214,6 +216,29 @@ def test_triangle_input(draw):
     check(grad_x=(grad_x, torch.autograd.grad((norm(x_) @ w_.T * grads_.T).sum(), x_)[0] + grad_))
 
 
+@pytest.mark.parametrize("programs", [3, 4])
+@pytest.mark.parametrize(("step", "stages"), [(64, 2), (32, 4)])
+def test_triangle_both(draw, step, stages, programs):
+    """22 tiles: programs with as many for both groups, and with one more for the first."""
+    pairs = 1408
+    x, w, shift, grads, grad_out = draw(pairs, C), draw(640, C, scale=0.1), draw(640), draw(640, pairs), draw(pairs, C)
+    mask, grad_x = (draw(pairs) > -0.8).astype(np.uint8), empty(pairs, C)
+    x_, w_, shift_, grads_, grad_ = wide(x, w, shift, grads, grad_out)
+    rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
+    hat = norm(x_)
+    planes = Descriptor(grads, grads.shape, (pairs, 1), (step, TILE))
+    EMULATOR.launch(
+        triangle_both.triangle_both_kernel_sm90, programs, rows(padded_rows(hat.detach().float().numpy())), planes,
+        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x), pairs // TILE,
+        STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, **FIXED,
+    )  # fmt: skip
+    pre = hat @ w_.T + shift_
+    operands = pre[:, :256] * pre[:, 256:512].sigmoid() * torch.from_numpy(mask).double()[:, None]
+    total = (operands * grads_[:256].T).sum() + (pre[:, 512:] * grads_[512:].T).sum()
+    of_x, of_pre = torch.autograd.grad(total, (x_, pre))
+    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T))
+
+
 @pytest.mark.parametrize("held", [2, 4])
 @pytest.mark.parametrize("axis", ["row", "column"])
 def test_triangle_result(draw, axis, held):
@@ -267,6 +292,22 @@ def test_a_configuration_without_them_or_another_width_runs_the_other_kernels():
     assert shared.hopper_kernels(wanted, x, torch.bfloat16) is not None
     assert shared.hopper_kernels(wanted, x, torch.float16) is None
     assert shared.hopper_kernels(wanted, x[..., :64], torch.bfloat16) is None
+    assert shared.hopper_kernels(wanted, x[:0], torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_the_copy_engine_cannot_read_runs_the_other_kernels(dtype):
+    x, wanted = torch.empty(3, C, dtype=dtype), {"gluon": {"registers": 240}}
+    shifted = torch.empty(3 * C + 1, dtype=dtype)[1:].view(3, C)
+    assert shared.hopper_kernels(wanted, x, torch.bfloat16, x) is not None
+    assert shared.hopper_kernels(wanted, shifted, torch.bfloat16) is None
+    assert shared.hopper_kernels(wanted, x, torch.bfloat16, x, shifted) is None
+    assert shared.hopper_kernels(wanted, x, torch.bfloat16, x.double()) is None
+
+
+def test_the_stride_of_a_single_row_may_be_anything():
+    row = torch.empty(C, dtype=torch.bfloat16).as_strided((1, C), (5, 1))
+    assert launch._rows(row).strides == [16, 1]
 
 
 @pytest.mark.gate

@@ -95,7 +95,8 @@ def _narrow_backward(
     both = other_x is not None and other_cond is not None
     config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
     between = _between(gamma_weight, gamma_bias, beta_weight, dtype)
-    hopper = hopper_kernels(config, x, dtype) if cond.shape == x.shape and grad_out.dtype == dtype else None
+    fits = cond.shape == x.shape and grad_out.dtype == dtype
+    hopper = hopper_kernels(config, x, dtype, cond, grad_out, between[0]) if fits else None
     if hopper:
         others = (other_x, other_cond) if both else (None, None)
         inputs = grad_out, x, cond, cond_norm_weight, *between, *others

@@ -39,7 +39,7 @@ def forward(
     tiles = batch * ceil_div(length, config["block_l"])
     flags = {"HAS_BETA": norm_bias is not None, "HAS_BIAS": bias is not None}
     constants = _constants(config, width, outputs, count, number) | flags | options(config)
-    hopper = hopper_kernels(config, x, dtype) if count and outputs == width else None
+    hopper = hopper_kernels(config, x, dtype, w, w_heads) if count and outputs == width else None
     with triton_support.device_guard(x.device):
         if hopper and hopper.has_heads(batch, length, number):
             flat = [t.view(-1, width) for t in (x, *rows[:count])]
@@ -128,8 +128,8 @@ def input_gradient(
     """
     config = configuration("norm_project_gradient", w.dtype, x.device)
     length, width = x.shape
-    hopper = hopper_kernels(config, x, w.dtype)
-    if hopper and w.shape[0] == MOST * width:
+    hopper = hopper_kernels(config, x, w.dtype, grad) if w.shape[0] == MOST * width else None
+    if hopper:
         hopper.input_gradient(
             [grad], x, norm_weight, w, x, x, other, grad_x, normed, 0, length, **config["gluon"]
         )  # fmt: skip

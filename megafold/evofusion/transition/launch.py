@@ -52,7 +52,8 @@ def forward(
         config, constants = _narrow("transition", x, norm_weight, in_weight, dtype)
         rows = x.numel() // x.shape[-1]
         pointers = (x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out)
-        hopper = hopper_kernels(config, x, dtype) if out_weight.shape[1] == 2 * x.shape[-1] else None
+        wide = out_weight.shape[1] == 2 * x.shape[-1]
+        hopper = hopper_kernels(config, x, dtype, *pointers[3:5]) if wide else None
         if hopper:
             flat = x.view(rows, -1), *pointers[1:5], out.view(rows, -1)
             hopper.transition(*flat, norm_weight is not None, residual, **config["gluon"])
@@ -113,8 +114,9 @@ def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config
     """One program a tile, or, where a configuration asks for it and they fit, one a multiprocessor with all weights."""
     tiles, constants, width = ceil_div(rows, config["block_l"]), constants | options(config), constants["C"]
     size = 3 * inner * width * pointers[4].element_size()
-    grad_out, x = pointers[:2]
-    hopper = hopper_kernels(config, x, pointers[4].dtype) if inner == 2 * width and grad_out.dtype == x.dtype else None
+    grad_out, x, w_in = *pointers[:2], pointers[4]
+    fits = inner == 2 * width and grad_out.dtype == x.dtype
+    hopper = hopper_kernels(config, x, w_in.dtype, grad_out, w_in) if fits else None
     if hopper:
         hopper.transition_gradient(*pointers, constants["NORM"], constants["COPY"], **config["gluon"])
         return
