@@ -86,8 +86,10 @@ class Captured:
                 try:
                     compute()
                 except BaseException:
-                    with suppress(RuntimeError):
+                    try:
                         graph.capture_end()
+                    except RuntimeError:  # of a capture that broke; the allocator still takes it to go on
+                        _end_allocation(pool)
                     with suppress(RuntimeError):  # one that ends well tells the generator that no capture goes on
                         again = torch.cuda.CUDAGraph()
                         again.capture_begin(capture_error_mode="thread_local")
@@ -111,6 +113,13 @@ class Captured:
 
     def _generator(self) -> torch.Generator:
         return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _end_allocation(pool: Any) -> None:
+    """Tell the allocator that no capture fills the pool any more: while one does it frees nothing that two streams
+    used, and asks a graph, which is gone, about every allocation."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 class Emulated:

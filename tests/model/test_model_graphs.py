@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megafold.model.graphs import BlockGraphs, Emulated
+from megafold.model.graphs import BlockGraphs, Captured, Emulated
 from megafold.model.plan import Plan
 
 CHECKPOINTED = {f"checkpoint_{part}": True for part in ("input_embedding", "trunk_pairformer", "diffusion_module")}
@@ -294,6 +295,36 @@ def test_a_block_that_cannot_be_recorded_runs_as_it_is(recorded, module):
         found = _gradients(lambda given: graphs.run(_block, layer, *given), module, inputs)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
     assert [shape.fails for shape in graphs._shapes.values()] == [True]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["the-capture-ends", "the-capture-broke"])
+def test_after_a_failed_capture_the_allocator_knows_that_none_goes_on(ends, monkeypatch):
+    """A capture that broke raises when it ends, before it has told the allocator."""
+    told, broken = [], iter([not ends, False])
+
+    class Graph:
+        def capture_begin(self, **_):
+            pass
+
+        def capture_end(self):
+            if next(broken):
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Stream:
+        def wait_stream(self, _):
+            pass
+
+    def compute():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for name, stand in {"Stream": Stream, "current_stream": Stream, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, stand)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: told.append(given), raising=False)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        Captured().record(compute, (0, 7))
+    assert told == ([] if ends else [(3, (0, 7))])
 
 
 class _Refusing(Emulated):
