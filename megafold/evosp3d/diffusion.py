@@ -76,10 +76,8 @@ def diffusion_loss(
     share = share_of(shards, kwargs[FEATURES[0]].copies)
     sigmas = share.of(self.noise_distribution(batch, device=device).type(dtype), batch)
     noise = share.of(torch.randn_like(atom_pos_ground_truth), batch)
-    truth, own = (
-        share.of(atom_pos_ground_truth, batch),
-        {name: share.of(value, batch) for name, value in kwargs.items()},
-    )
+    truth = share.of(atom_pos_ground_truth, batch)
+    own = {name: share.of(value, batch) for name, value in kwargs.items()}
     if replaced:
         own |= {"noise": noise, "chains": self.__dict__.get(CHAINS)}
         forward = one_device.diffusion_loss

@@ -89,11 +89,8 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, shards, pieces = (
-            ctx.saved_tensors,
-            ctx.shards,
-            ctx.pieces,
-        )  # once: under checkpointing they cannot be unpacked again
+        tensors = ctx.saved_tensors  # once: under checkpointing they cannot be unpacked again
+        shards, pieces = ctx.shards, ctx.pieces
         (x, *weights, mask, dropped, product), received = tensors[:11], tensors[11:]
         norm_weight, norm_bias, _, _, out_norm_weight, out_norm_bias, out_weight = weights
         call, grad_out = _call(x, weights, mask, dropped, ctx.dtype), grad_out.contiguous()
