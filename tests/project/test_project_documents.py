@@ -82,3 +82,47 @@ def test_docs_show_what_each_switch_brings(repository, records):
             ratio = _value(record, "iteration_time") / _value(all_on, "iteration_time")
             cells = f"| `{switch}` | {time} | {ratio:.{1 if ratio >= 1.5 else 2}f}x | {above} |"
         assert any(cells in line for line in shown), cells
+
+
+OPERATORS = {
+    "triangle_multiplication": "triangle multiplication",
+    "transition": "transition",
+    "norm_project": "LayerNorm + 5 projections",
+    "conditioned_transition_atoms": "conditioned transition, atoms",
+    "conditioned_transition_tokens": "conditioned transition, tokens",
+    "windowed_attention": "windowed attention",
+    "outer_product_mean": "outer product mean",
+    "pair_weighted_averaging": "pair-weighted averaging",
+}
+
+
+def _jobs(repository):
+    """Of EvoFusion's operators: (operator, tokens), and the metrics of each contender of one job."""
+    jobs: dict[tuple[str, int], dict] = {}
+    for record in read_records(repository / "docs" / "results" / "h200" / "records"):
+        setting = record.point.setting
+        if setting.what == "kernel" and setting.workload in OPERATORS:
+            job = jobs.setdefault((setting.workload, setting.size("n_tokens")), {})
+            job[record.point.contender.name] = record
+    assert all(len({record.comparison_id for record in job.values()}) == 1 for job in jobs.values())
+    return jobs.items()
+
+
+def test_docs_show_evofusions_operators_beside_eager_and_the_best_peer(repository):
+    """Device time and its ratios, then wall time and memory; also where a peer is faster."""
+    lines = (repository / "docs" / "performance_evofusion.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    for (workload, tokens), job in _jobs(repository):
+        ours, eager, *peers = job.pop("evofusion"), job.pop("eager"), *job.values()
+        peer = min(peers, key=lambda record: _value(record, "graph_forward_backward_time"), default=None)
+        shape = "" if workload.startswith(("cond", "wind")) else str(tokens)
+        device, wall = (row for row in rows if row[0] == OPERATORS[workload] and shape in row[1] and len(row) in (6, 9))
+        for row, name, first in ((device, "graph_forward_backward_time", 4), (wall, "forward_backward_time", 2)):
+            for cell, record in zip(row[first:], (eager, peer, ours)):
+                assert cell == ("" if record is None else f"{1e3 * _value(record, name):#.3g}"), (row, name)
+        assert device[2] == f"{1e3 * _value(ours, 'floor_forward_backward_time'):#.3g}"
+        times = [_value(r, "graph_forward_backward_time") for r in (eager, peer, ours) if r is not None]
+        assert device[7].split(" ")[0] == f"{times[0] / times[-1]:.1f}"
+        assert device[8] == ("" if peer is None else f"{times[1] / times[-1]:.2f}")
+        held = ["-" if r is None else f"{_value(r, 'peak_memory'):.0f}" for r in (eager, peer, ours)]
+        assert wall[5] == ", ".join(held)
