@@ -171,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="several processes may share them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
+    if given.cache is not None and given.steps < FIRST:
+        parser.error(f"--steps {given.steps}: at least {FIRST} are judged")
     try:
         if given.cache is not None:
             from megafold.evopipe.loader import make_loader

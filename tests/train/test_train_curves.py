@@ -124,3 +124,9 @@ def test_the_command_runs_what_is_asked_for_and_judges_when_all_are_there(tmp_pa
     (tmp_path / f"{STOCK[0]}.json").write_text(json.dumps(content | {"dtype": "bfloat16"}))
     code, lines = _run("--out", tmp_path, capsys=capsys)
     assert code == 2 and "dtype: is bfloat16, float32" in lines[-1]
+
+
+def test_too_few_steps_are_refused_before_any_is_taken(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        curves.main(["--cache", "a.h5", "--out", str(tmp_path), "--steps", str(FIRST - 1)])
+    assert f"--steps {FIRST - 1}: at least {FIRST} are judged" in capsys.readouterr().err
