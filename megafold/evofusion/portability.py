@@ -165,6 +165,9 @@ TRIANGLE_NORMS = {
     "triangle_normalize": ("normalize", ("x", "x_hat"), {"block_l": 32}),
     "triangle_normalize_product": ("normalize_product", ("product", "grads"), {"block_l": 32}),
 }
+JOINED = ("w_in", "w_gate", "w_out", "gamma", "beta", "out_gamma", "out_beta", "w", "dealt", "transposed")
+JOINED += tuple(f"grad_{name}" for name in ("in", "gate", "out", "gamma", "beta", "out_gamma", "out_beta"))
+PRODUCTS = ("products", "sums", "out_products", "out_sums", "shift")
 FIXED = {
     # Kernels with one configuration everywhere: over whole rows of 801 elements, or over blocks of them.
     **{
@@ -180,6 +183,20 @@ FIXED = {
             config,
         )
         for kernel, (name, pointers, config) in TRIANGLE_NORMS.items()
+    },
+    **{
+        f"triangle_{name}": (
+            Kernel(
+                "triangle_multiplication.joined",
+                f"{name}_kernel",
+                JOINED,
+                {"C": "width", "BLOCK": block},
+                dict.fromkeys(PRODUCTS, "*fp32:16"),
+                matrix=False,
+            ),
+            {},
+        )
+        for name, block in (("fold_all", 16), ("finish", 8))
     },
     "head_average": (
         Kernel(

@@ -21,6 +21,7 @@ from megafold import triton_support
 from megafold.evofusion import cases, launch
 from megafold.evofusion.msa import outer_product
 from megafold.evofusion.transition import launch as transition_launch
+from megafold.evofusion.triangle_multiplication import joined
 from megafold.testing import CheckResult, check_budget, gradients_by_name
 
 triton_support.runs_kernels = lambda device: True
@@ -143,6 +144,9 @@ RESIDENT = {
         d, (2, 5, 7), 16, outputs=32, count=2, heads=3
     ),
     "transition with weights in shared memory": lambda d: cases.transition_case(d, (37,), 16, 32),
+    "triangle multiplication, small kernels joined": lambda d: cases.triangle_multiplication_case(
+        d, 5, 16, batch=2, mix="incoming", masked=True
+    ),
 }
 COMPILED = (
     "transition without norm and residual",
@@ -166,6 +170,22 @@ def under_compile(case: cases.Case) -> list[CheckResult]:
     ]
 
 
+def folded_weights() -> list[CheckResult]:
+    """Weights of a triangle multiplication with their LayerNorms' scales, in the orders the Hopper kernels want."""
+    draw = cases.Draw(torch.float32, "cpu")
+    weights, norms = [draw.normal(rows * 32, 32) for rows in (4, 1, 1)], [draw.normal(32) for _ in range(4)]
+    w, dealt, transposed, shift = joined.fold_all(weights, norms, torch.float32)
+    plain = torch.cat([torch.cat(weights[:2]) * norms[0], weights[2] * norms[2]])
+    beside = torch.cat([torch.cat(weights[:2]) @ norms[1], weights[2] @ norms[3]])
+
+    def deal(t):
+        return t.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)
+
+    exact = {"w": (w, plain), "dealt": (dealt, deal(plain)), "transposed": (transposed, deal(plain[160:].mT))}
+    results = [CheckResult(name, torch.equal(found, to), "") for name, (found, to) in exact.items()]
+    return [*results, CheckResult("shift", torch.allclose(shift, beside, atol=1e-5), "")]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # Whatever the kernels leave unwritten shows up as NaN.
@@ -180,11 +200,12 @@ if __name__ == "__main__":
     for name in UNDER_AUTOCAST:
         results = under_autocast(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} autocast"] = [[r.name, r.ok, r.detail] for r in results]
-    launch.INTERPRETED["resident"] = 1
+    launch.INTERPRETED |= {"resident": 1, "joint": 1}
     for name, make in RESIDENT.items():
         results = in_budget(make(cases.Draw(torch.float16, "cpu")))
         found[f"{name} float16"] = [[r.name, r.ok, r.detail] for r in results]
-    del launch.INTERPRETED["resident"]
+    del launch.INTERPRETED["resident"], launch.INTERPRETED["joint"]
+    found["folded weights float32"] = [[r.name, r.ok, r.detail] for r in folded_weights()]
     for name in COMPILED:
         results = under_compile(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} compiled"] = [[r.name, r.ok, r.detail] for r in results]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -127,21 +127,41 @@ ROWS_FOR_HOPPER = {
 }
 
 
-@pytest.fixture
-def hopper():
+@contextmanager
+def all_for_hopper(**of_input_gradient):
     """All kernels for sm_90, whatever the table says; skips on other devices."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for sm_90")
     from megafold.evofusion.hopper.offline import KERNELS
 
-    stages = {"triangle_project": 3, "triangle_gate_gradient": 3, "triangle_input_gradient": 4}
+    more = {"triangle_project": {"stages": 3}, "triangle_gate_gradient": {"stages": 3}}
+    more["triangle_input_gradient"] = of_input_gradient
     with ExitStack() as stack:
-        for kernel in KERNELS:
+        for kernel in KERNELS.keys() - {"triangle_both"}:
             name = {"input_gradient": "norm_project_gradient", "project": "norm_project"}.get(kernel, kernel)
             config = configuration(name, BF16, torch.device("cuda", 0))
-            gluon = {"registers": 240} | ({"stages": stages[name]} if name in stages else {})
-            stack.enter_context(overridden(name, config | {"gluon": gluon}))
+            gluon = {"registers": 240} | more.get(name, {})
+            stack.enter_context(overridden(name, config | {"gluon": gluon, "joint": "step" in gluon}))
         yield
+
+
+@pytest.fixture
+def hopper():
+    with all_for_hopper(stages=4):
+        yield
+
+
+@pytest.mark.parametrize("step", [32, 64])
+@pytest.mark.parametrize("name", [name for name in ROWS_FOR_HOPPER if name.startswith("triangle")])
+def test_hopper_kernels_in_one_pass_behind_the_operands(name, step):
+    with all_for_hopper(step=step, stages=128 // step):
+        assert_in_budget(ROWS_FOR_HOPPER[name](Draw(BF16, "cuda")))
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS_FOR_HOPPER if name.startswith("triangle")])
+def test_hopper_kernels_in_one_pass_under_autocast(name):
+    with all_for_hopper(step=64, stages=2):
+        assert_in_budget_under_autocast(ROWS_FOR_HOPPER[name](Draw(FP32, "cuda")))
 
 
 @pytest.mark.parametrize("name", ROWS_FOR_HOPPER)

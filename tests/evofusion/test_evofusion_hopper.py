@@ -28,6 +28,7 @@ from megafold.evofusion.hopper import (
     project,
     transition,
     transition_forward,
+    triangle_both,
     triangle_input,
     triangle_operands,
     triangle_output,
@@ -37,8 +38,8 @@ from megafold.testing import SHARED_MEMORY_CAP
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
-    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_input, triangle_operands,
-    triangle_output, triangle_result,
+    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_both, triangle_input,
+    triangle_operands, triangle_output, triangle_result,
 )  # fmt: skip
 EMULATOR = Emulator(*MODULES)
 FIXED = {"C": C, "REGISTERS": 240}
@@ -213,6 +214,29 @@ def test_triangle_input(draw):
         STAGES=4, RESIDUAL=True, **FIXED,
     )  # fmt: skip
     check(grad_x=(grad_x, torch.autograd.grad((norm(x_) @ w_.T * grads_.T).sum(), x_)[0] + grad_))
+
+
+@pytest.mark.parametrize("programs", [3, 4])
+@pytest.mark.parametrize(("step", "stages"), [(64, 2), (32, 4)])
+def test_triangle_both(draw, step, stages, programs):
+    """22 tiles: programs with as many for both groups, and with one more for the first."""
+    pairs = 1408
+    x, w, shift, grads, grad_out = draw(pairs, C), draw(640, C, scale=0.1), draw(640), draw(640, pairs), draw(pairs, C)
+    mask, grad_x = (draw(pairs) > -0.8).astype(np.uint8), empty(pairs, C)
+    x_, w_, shift_, grads_, grad_ = wide(x, w, shift, grads, grad_out)
+    rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
+    hat = norm(x_)
+    planes = Descriptor(grads, grads.shape, (pairs, 1), (step, TILE))
+    EMULATOR.launch(
+        triangle_both.triangle_both_kernel_sm90, programs, rows(padded_rows(hat.detach().float().numpy())), planes,
+        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x), pairs // TILE,
+        STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, **FIXED,
+    )  # fmt: skip
+    pre = hat @ w_.T + shift_
+    operands = pre[:, :256] * pre[:, 256:512].sigmoid() * torch.from_numpy(mask).double()[:, None]
+    total = (operands * grads_[:256].T).sum() + (pre[:, 512:] * grads_[512:].T).sum()
+    of_x, of_pre = torch.autograd.grad(total, (x_, pre))
+    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T))
 
 
 @pytest.mark.parametrize("held", [2, 4])

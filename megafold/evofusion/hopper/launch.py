@@ -17,6 +17,7 @@ from megafold.evofusion.hopper.input_gradient import input_gradient_kernel_sm90
 from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
 from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
+from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
@@ -133,7 +134,7 @@ def triangle_result(
 def triangle_output(
     x: Tensor, product: Tensor, w_gate: Tensor, gate_shift: Tensor, w_out: Tensor, out_shift: Tensor, grad_out: Tensor,
     dropped: Tensor | None, strides: tuple[int, int], size: int, x_hat: Tensor, rstd: Tensor, p_hat: Tensor,
-    upstream: Tensor, grad_gate: Tensor, grad_product: Tensor, registers: int,
+    upstream: Tensor, grad_gate: Tensor, grad_product: Tensor, dealt: tuple[Tensor, Tensor] | None, registers: int,
 ) -> None:  # fmt: skip
     """Fill what stands behind `size`, from x [M, 128] and product [128, M] of M = rows x size pairs.
 
@@ -141,9 +142,10 @@ def triangle_output(
         w_gate, w_out: [128, 128]. gate_shift, out_shift: [128], fp32. grad_out: [M, 128]. strides: of `dropped`, for
             rows of pairs and pairs in a row.
         x_hat, p_hat: [M, 136], ones behind. rstd: [M], of x. upstream: [M, 128]. grad_gate, grad_product: [128, M].
+        dealt: both weights, one below the other, and w_out transposed, with dealt columns; else made here.
     """
     step = 32
-    both, transposed = _with_dealt_columns(w_gate, w_out), _with_dealt_columns(w_out.mT)
+    both, transposed = dealt or (_with_dealt_columns(w_gate, w_out), _with_dealt_columns(w_out.mT))
     tiles, grid = _work(x)
     triangle_output_kernel_sm90[grid](
         _rows(x), _planes(product, WIDTH), _dealt(both, step), _dealt(transposed, WIDTH, step), grad_out,
@@ -169,6 +171,27 @@ def triangle_input(
     triangle_input_kernel_sm90[(min(tiles, triton_support.multiprocessors(grads.device)),)](
         planes, _dealt(w.mT.contiguous(), WIDTH, STEP), grad_out, x_hat, rstd, grad_x, count, tiles, C=WIDTH,
         PARTS=channels // STEP, STEP=STEP, STAGES=stages, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
+    )  # fmt: skip
+
+
+def triangle_both(
+    grads: Tensor, w: Tensor, dealt: Tensor | None, shift: Tensor, mask: Tensor | None, x_hat: Tensor, rstd: Tensor,
+    grad_out: Tensor, grad_x: Tensor, residual: bool, registers: int, stages: int, step: int,
+) -> None:  # fmt: skip
+    """Turn the gradients of the operands in grads [640, M] into those of values and gates, and fill grad_x [M, 128].
+
+    Args:
+        grads: first 256 channels: of the operands, and then of the values; the next 256 are written for the gates; the
+            last 128 are read. w: [640, 128]; dealt: the same with dealt columns, else made here. shift: [640], fp32.
+        mask: [M] uint8. x_hat: [M, 136]. rstd: [M]. grad_out: [M, 128].
+    """
+    dealt = _with_dealt_columns(*w.split(WIDTH)) if dealt is None else dealt
+    tiles, grid = _work(x_hat)
+    planes = _descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
+    triangle_both_kernel_sm90[grid](
+        _rows(x_hat), planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
+        tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual, REGISTERS=registers,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from megafold.evofusion.hopper.input_gradient import input_gradient_kernel_sm90
 from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
 from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
+from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
@@ -81,8 +82,13 @@ KERNELS = {
         {"grads": MATRIX, "w": PLANES},
         {"C": 128, "PARTS": 10, "STEP": 64, "STAGES": 4, "RESIDUAL": True},
     ),
+    "triangle_both": (
+        triangle_both_kernel_sm90,
+        {"x_hat": ROWS, "w": MATRIX, "grads": [64, 64]},
+        {"C": 128, "STEP": 64, "STAGES": 2, "HAS_MASK": True, "RESIDUAL": True},
+    ),
 }
-ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient")
+ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient", "triangle_both")
 """Kernels whose descriptors are all of the dtype of products."""
 
 STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")

@@ -19,7 +19,7 @@ from megafold.evofusion.launch import (
     round_up,
     shared_strides,
 )
-from megafold.evofusion.triangle_multiplication import kernels
+from megafold.evofusion.triangle_multiplication import joined, kernels
 from megafold.evofusion.weight_gradient import product_over_rows, through_norm
 
 FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
@@ -54,6 +54,8 @@ class Call:
         self._folded: dict[str, Pair] = {}
         self._normalized: Pair | None = None
         self._output_rows: Pair | None = None
+        self._dealt: Pair | None = None
+        self.joins = bool(configuration("triangle_input_gradient", dtype, x.device).get("joint"))
 
     def new(self, channels: int) -> Tensor:
         """Uninitialised [B, channels, T, P] in the dtype of products."""
@@ -95,6 +97,18 @@ class Call:
             "FAST": triton_support.takes_ptx(self.x.device),
             "PRECISION": triton_support.float32_precision(),
         }
+
+    def fold_all(self, *norms: Tensor) -> None:
+        """Fold all weights in one launch, where the table has it so, for a call that needs all of them.
+
+        Args:
+            norms: gamma and beta of x, and of the product.
+        """
+        if self.joins:
+            w, dealt, transposed, shift = joined.fold_all(self.weights, norms, self.dtype)
+            cut = 5 * self.width
+            self._folded = {"in": (w[:cut], shift[:cut]), "out": (w[cut:], shift[cut:])}
+            self._dealt = dealt, transposed
 
     def _of_input(self, gamma: Tensor, beta: Tensor) -> Pair:
         """[5 C, C] and [5 C]: the weights of all that is projected from LN(x)."""
@@ -192,7 +206,8 @@ class Call:
             hopper.triangle_output(
                 self.x.flatten(0, 2), product[0].flatten(1), *self._of_output(gamma, beta, out_gamma, out_beta),
                 grad_out, self.dropped, self.strides[1:], self.size, x_hat, rstd, p_hat, upstream,
-                grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1), **config,
+                grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1),
+                None if self._dealt is None else (self._dealt[0][4 * width :], self._dealt[1]), **config,
             )  # fmt: skip
             return grads, grad_product
         rstd = self._normalize(kernels.normalize_product_kernel, product, grads)
@@ -210,15 +225,18 @@ class Call:
         self, grads: Tensor, product: Tensor, out_gamma: Tensor, out_beta: Tensor
     ) -> tuple[Tensor, ...]:
         """Gradients of out_weight and of the second LayerNorm, before the first 2 C channels are written again."""
+        return through_norm(*self.output_products(grads), self.weights[2:], out_gamma, out_beta)
+
+    def output_products(self, grads: Tensor) -> Pair:
+        """Products [C, C] and sums [C, 1] over the pairs that these gradients are made of."""
         if self._output_rows is not None:
             products = product_over_rows(*self._output_rows)
-            sums = products[:, self.width : self.width + 1]
-            return through_norm(products[:, : self.width], sums, self.weights[2:], out_gamma, out_beta)
+            return products[:, : self.width], products[:, self.width : self.width + 1]
         upstream = grads[:, : self.width]
         rows = (item[: 2 * self.width].flatten(1).mT.split(self.width, 1) for item in grads)
         products = _summed(product_over_rows(of_out, p_hat) for of_out, p_hat in rows)
         sums = upstream.sum((0, 2, 3), dtype=torch.float32).unsqueeze(1)
-        return through_norm(products, sums, self.weights[2:], out_gamma, out_beta)
+        return products, sums
 
     def input_gradient(
         self, grad_out: Tensor, gamma: Tensor, beta: Tensor, grads: Tensor, residual: bool
@@ -227,11 +245,25 @@ class Call:
 
         The first 2 C channels of ``grads`` hold the gradients of the operands.
         """
+        grad_x, of_weights = self.input_products(grad_out, gamma, beta, grads, residual)
+        return grad_x, through_norm(*of_weights, self.weights[:2], gamma, beta)
+
+    def input_products(
+        self, grad_out: Tensor, gamma: Tensor, beta: Tensor, grads: Tensor, residual: bool
+    ) -> tuple[Tensor, Pair]:
+        """Gradient of x; products [5 C, C] and sums [5 C, 1] over the pairs that those of its weights are made of."""
         (x_hat, rstd), (w, shift) = self._of_x(), self._of_input(gamma, beta)
-        self._gate_gradient(grads, x_hat, w, shift)
         grad_x = torch.empty_like(self.x)
         hopper, config = self._hopper("input_gradient")
-        if hopper:
+        both = hopper is not None and "step" in config  # with the gradients of the gates
+        if not both:
+            self._gate_gradient(grads, x_hat, w, shift)
+        if both:
+            mask = None if self.mask is None else self.mask.flatten()
+            dealt = None if self._dealt is None else self._dealt[0][: 5 * self.width]
+            flat = grads[0].flatten(1), w, dealt, shift, mask, x_hat.flatten(0, 2), rstd, grad_out, grad_x
+            hopper.triangle_both(*flat, residual, **config)
+        elif hopper:
             flat = grads[0].flatten(1), w, grad_out, x_hat, rstd, grad_x
             hopper.triangle_input(*flat, residual, **config)
         else:
@@ -241,8 +273,16 @@ class Call:
             )
         # The ones behind x_hat make the sums over the rows in the same product.
         products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
-        sums = products[:, self.width : self.width + 1]
-        return grad_x, through_norm(products[:, : self.width], sums, self.weights[:2], gamma, beta)
+        return grad_x, (products[:, : self.width], products[:, self.width : self.width + 1])
+
+    def through_norms(self, of_input: Pair, of_output: Pair, *norms: Tensor) -> list[Tensor]:
+        """Gradients of the three weights and of `norms`, gamma and beta of both LayerNorms, from what `input_products`
+        and `output_products` gave."""
+        if self.joins:
+            return joined.finish(of_input, of_output, self.weights, norms)
+        *of_first, grad_gamma, grad_beta = through_norm(*of_input, self.weights[:2], *norms[:2])
+        of_out, *of_second = through_norm(*of_output, self.weights[2:], *norms[2:])
+        return [*of_first, of_out, grad_gamma, grad_beta, *of_second]
 
     def _gate_gradient(self, grads: Tensor, x_hat: Tensor, w: Tensor, shift: Tensor) -> None:
         """Turn the gradients of the operands, the first 2 C channels, into those of values, gates in the next 2 C."""
@@ -284,6 +324,7 @@ def forward(
     else makes again [B, 2 C, P, P] (without, no element)."""
     call = Call(x, in_weight, gate_weight, out_weight, mask, dropped, dtype)
     with triton_support.device_guard(x.device):
+        call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
         operands = call.new(2 * call.width)
         call.project(norm_weight, norm_bias, operands)
         product = call.new(call.width)
@@ -320,9 +361,10 @@ def backward(
     with triton_support.device_guard(x.device):
         # The gradients of the operands take the place of the first 2 C channels, and the operands, unless they were
         # kept, the next 2 C until the gradients of their gates do.
+        call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
         of_norms = norm_weight, norm_bias, product, out_norm_weight, out_norm_bias
         grads, grad_product = call.output_gradient(grad_out, *of_norms)
-        of_output = call.of_output_weights(grads, product, out_norm_weight, out_norm_bias)
+        of_output = call.output_products(grads)
         if not operands.numel():
             operands = grads[:, 2 * call.width : 4 * call.width]
             call.project(norm_weight, norm_bias, grads, first=2 * call.width)
@@ -330,9 +372,9 @@ def backward(
             (grad_left, grad_right, *_), (left, right) = grads[b].chunk(5), operands[b].chunk(2)
             operand_gradients(grad_product[b], left, right, outgoing, out=(grad_left, grad_right))
         del grad_product
-        grad_x, of_input = call.input_gradient(grad_out, norm_weight, norm_bias, grads, residual)
-    grad_in, grad_gate, grad_gamma, grad_beta = of_input
-    grad_out_weight, grad_out_gamma, grad_out_beta = of_output
+        grad_x, of_input = call.input_products(grad_out, norm_weight, norm_bias, grads, residual)
+        of_weights = call.through_norms(of_input, of_output, norm_weight, norm_bias, out_norm_weight, out_norm_bias)
+    grad_in, grad_gate, grad_out_weight, grad_gamma, grad_beta, grad_out_gamma, grad_out_beta = of_weights
     return grad_x, grad_gamma, grad_beta, grad_in, grad_gate, grad_out_gamma, grad_out_beta, grad_out_weight
 
 
