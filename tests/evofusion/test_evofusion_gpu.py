@@ -127,22 +127,36 @@ ROWS_FOR_HOPPER = {
 }
 
 
+LAUNCHES = ("project", "input_gradient", "transition", "transition_gradient", "adaptive_norm_gradient")
+LAUNCHES += tuple(f"triangle_{name}" for name in ("operands", "result", "output", "input", "both"))
+
+
 @contextmanager
 def all_for_hopper(**of_input_gradient):
-    """All kernels for sm_90, whatever the table says; skips on other devices."""
+    """All kernels for sm_90, whatever the table says: fails where none of them ran. Skips on other devices."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for sm_90")
+    from megafold.evofusion.hopper import launch
     from megafold.evofusion.hopper.offline import KERNELS
+
+    ran: set[str] = set()
+
+    def noted(function):
+        return lambda *args, **kwargs: ran.add(function.__name__) or function(*args, **kwargs)
 
     more = {"triangle_project": {"stages": 3}, "triangle_gate_gradient": {"stages": 3}}
     more["triangle_input_gradient"] = of_input_gradient
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in LAUNCHES:
+            patch.setattr(launch, name, noted(getattr(launch, name)))
         for kernel in KERNELS.keys() - {"triangle_both"}:
             name = {"input_gradient": "norm_project_gradient", "project": "norm_project"}.get(kernel, kernel)
             config = configuration(name, BF16, torch.device("cuda", 0))
             gluon = {"registers": 240} | more.get(name, {})
             stack.enter_context(overridden(name, config | {"gluon": gluon, "joint": "step" in gluon}))
         yield
+    assert ran
 
 
 @pytest.fixture
