@@ -136,13 +136,14 @@ def test_spills_count_where_they_are_in_the_way(line, spills):
 def test_descriptors_are_checked_once_and_keep_no_tensor_alive():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from megafold.evoflash3d.hopper import launch
+    from megafold.gluon_descriptors import checked
 
     one, other = problem(), problem()
     first, second = (launch._rows(p, p.q, 64) for p in (one, other))
     assert launch._rows(one, one.q, 64) is first and launch._rows(one, one.q, 128) is not first
     assert first.base is one.q and second.base is other.q
     assert first.layout is second.layout and first.strides[1:] == list(one.q.stride()[1:])
-    assert launch._checked(tuple(first.shape), tuple(first.strides), tuple(first.block_shape), BF16).base is None
+    assert checked(tuple(first.shape), tuple(first.strides), tuple(first.block_shape), BF16).base is None
 
 
 def loops_that_start_anew(ttgir: str) -> list[str]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-
-import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafold import triton_support
@@ -18,8 +13,7 @@ from megafold.evoflash3d.hopper.keys import keys_kernel_sm90
 from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
 from megafold.evoflash3d.hopper.rows import rows_kernel_sm90
 from megafold.evoflash3d.launch import Problem, block_d
-
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+from megafold.gluon_descriptors import descriptor
 
 
 def launch_forward(problem: Problem, out: Tensor, lse: Tensor, natural_lse: bool, config: dict) -> None:
@@ -173,7 +167,7 @@ def _rows(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
 
 def _matrix(bias: Tensor, block: list[int]) -> TensorDescriptor:
     columns = bias.shape[-1]
-    return _descriptor(bias, (bias.numel() // columns, columns), (columns, 1), tuple(block))
+    return descriptor(bias, (bias.numel() // columns, columns), (columns, 1), tuple(block))
 
 
 def _statistics(problem: Problem, tensor: Tensor, block: int) -> TensorDescriptor:
@@ -191,25 +185,5 @@ def _once(
     key = (tensor.data_ptr(), shape, strides, block)
     found = problem.hopper_descriptors.get(key)
     if found is None:
-        found = problem.hopper_descriptors[key] = _descriptor(tensor, shape, strides, block)
+        found = problem.hopper_descriptors[key] = descriptor(tensor, shape, strides, block)
     return found
-
-
-def _descriptor(
-    tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    descriptor = copy.copy(_checked(shape, strides, block, tensor.dtype))
-    descriptor.base = tensor
-    return descriptor
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked(
-    shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
-) -> TensorDescriptor:
-    """A descriptor without a tensor: Triton's checks and the choice of a layout cost more host time than a launch."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
-    anything = torch.empty(8, dtype=dtype, device="cpu")
-    descriptor = TensorDescriptor(anything, list(shape), list(strides), list(block), layout)
-    descriptor.base = None
-    return descriptor

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megafold import triton_support
@@ -23,10 +19,10 @@ from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
 from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.evofusion.launch import EPS
+from megafold.gluon_descriptors import TYPES, descriptor
 
 WIDTH, TILE, STEP = 128, 64, 64
 MOST_HEADS = 16
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def project(
@@ -123,7 +119,7 @@ def triangle_result(
 ) -> None:  # fmt: skip
     """Fill out [M, 128]; arguments as for `triangle_output`."""
     tiles, grid = _work(x)
-    planes = _descriptor(product, tuple(product.shape), tuple(product.stride()), (WIDTH, TILE))
+    planes = descriptor(product, tuple(product.shape), tuple(product.stride()), (WIDTH, TILE))
     triangle_result_kernel_sm90[grid](
         _rows(x), planes, _dealt(w_gate, STEP), _dealt(w_out, STEP), x, x if dropped is None else dropped, gate_shift,
         out_shift, out, *strides, size, tiles, EPS, C=WIDTH, STEP=STEP, HELD=8 // x.element_size(),
@@ -167,7 +163,7 @@ def triangle_input(
     """Fill grad_x [M, 128] from grads [640, M], w [640, 128], grad_out [M, 128], x_hat [M, 136] and rstd [M]."""
     channels, count = grads.shape
     tiles = triton.cdiv(count, 2 * TILE)
-    planes = _descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (STEP, 2 * TILE))
+    planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (STEP, 2 * TILE))
     triangle_input_kernel_sm90[(min(tiles, triton_support.multiprocessors(grads.device)),)](
         planes, _dealt(w.mT.contiguous(), WIDTH, STEP), grad_out, x_hat, rstd, grad_x, count, tiles, C=WIDTH,
         PARTS=channels // STEP, STEP=STEP, STAGES=stages, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
@@ -187,7 +183,7 @@ def triangle_both(
     """
     dealt = _with_dealt_columns(*w.split(WIDTH)) if dealt is None else dealt
     tiles, grid = _work(x_hat)
-    planes = _descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
+    planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
     triangle_both_kernel_sm90[grid](
         _rows(x_hat), planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
         tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual, REGISTERS=registers,
@@ -235,7 +231,7 @@ def _with_dealt_columns(*weights: Tensor) -> Tensor:
 
 
 def _part(x: Tensor, columns: int) -> TensorDescriptor:
-    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, columns))
+    return descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, columns))
 
 
 def _work(x: Tensor) -> tuple[int, tuple[int]]:
@@ -244,37 +240,15 @@ def _work(x: Tensor) -> tuple[int, tuple[int]]:
 
 
 def _rows(x: Tensor) -> TensorDescriptor:
-    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, WIDTH))
+    return descriptor(x, tuple(x.shape), tuple(x.stride()), (TILE, WIDTH))
 
 
 def _matrix(x: Tensor, rows: int) -> TensorDescriptor:
-    return _descriptor(x, tuple(x.shape), tuple(x.stride()), (rows, WIDTH))
+    return descriptor(x, tuple(x.shape), tuple(x.stride()), (rows, WIDTH))
 
 
 def _dealt(w: Tensor, rows: int, columns: int = WIDTH) -> TensorDescriptor:
     """[rows, columns] of a weight at once; row 32 a + 8 b + 2 c + d of it is brought to place 32 a + 8 c + 2 b + d."""
     length, pitch = len(w), w.stride(0)
     strides = (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1)
-    return _descriptor(w, (length // 32, 4, 4, 2, w.shape[1]), strides, (rows // 32, 4, 4, 2, columns))
-
-
-def _descriptor(
-    tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    # The stride of an axis of size 1 may be anything in PyTorch; the copy engine wants a multiple of 16 bytes.
-    strides = (*(16 if size == 1 else stride for size, stride in zip(shape[:-1], strides)), 1)
-    descriptor = copy.copy(_checked(shape, strides, block, tensor.dtype))
-    descriptor.base = tensor
-    return descriptor
-
-
-@functools.lru_cache(maxsize=1024)
-def _checked(
-    shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
-) -> TensorDescriptor:
-    """A descriptor without a tensor: Triton's checks and the choice of a layout cost more host time than a launch."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
-    anything = torch.empty(8, dtype=dtype, device="cpu")
-    descriptor = TensorDescriptor(anything, list(shape), list(strides), list(block), layout)
-    descriptor.base = None
-    return descriptor
+    return descriptor(w, (length // 32, 4, 4, 2, w.shape[1]), strides, (rows // 32, 4, 4, 2, columns))
