@@ -146,11 +146,13 @@ def all_for_hopper(**of_input_gradient):
 
     more = {"triangle_project": {"stages": 3}, "triangle_gate_gradient": {"stages": 3}}
     more["triangle_input_gradient"] = of_input_gradient
+    if "step" in of_input_gradient:
+        more["triangle_output_gradient"] = {"registers": 160, "of_weights": 168}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in LAUNCHES:
             patch.setattr(launch, name, noted(getattr(launch, name)))
-        for kernel in KERNELS.keys() - {"triangle_both"}:
+        for kernel in KERNELS.keys() - {"triangle_both", "triangle_output_weights"}:
             name = {"input_gradient": "norm_project_gradient", "project": "norm_project"}.get(kernel, kernel)
             config = configuration(name, BF16, torch.device("cuda", 0))
             gluon = {"registers": 240} | more.get(name, {})

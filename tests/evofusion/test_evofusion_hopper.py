@@ -32,6 +32,7 @@ from megafold.evofusion.hopper import (
     triangle_input,
     triangle_operands,
     triangle_output,
+    triangle_output_weights,
     triangle_result,
 )
 from megafold.testing import SHARED_MEMORY_CAP
@@ -39,9 +40,10 @@ from megafold.testing import SHARED_MEMORY_CAP
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
     adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_both, triangle_input,
-    triangle_operands, triangle_output, triangle_result,
+    triangle_operands, triangle_output, triangle_output_weights, triangle_result,
 )  # fmt: skip
 EMULATOR = Emulator(*MODULES)
+OUTPUT_WEIGHTS = triangle_output_weights.triangle_output_weights_kernel_sm90
 FIXED = {"C": C, "REGISTERS": 240}
 
 
@@ -258,31 +260,37 @@ def test_triangle_result(draw, axis, held):
     check(out=(out, x_ + value))
 
 
-@pytest.mark.parametrize("held", [1, 2])
+@pytest.mark.parametrize("held", [1, 2, "weights"])
 @pytest.mark.parametrize("axis", ["row", "column"])
 def test_triangle_output(draw, axis, held):
-    """16 rows of 32 pairs."""
-    pairs = 512
+    """16 rows of 32 pairs, two programs with three tiles and one with two."""
+    pairs, alone = 512, held != "weights"
     x, product, grad_out = draw(pairs, C), draw(C, pairs), draw(pairs, C)
     w_gate, w_out, gate_shift, out_shift = draw(C, C, scale=0.1), draw(C, C, scale=0.1), draw(C), draw(C)
     dropped, strides = (draw(32, C), (0, C)) if axis == "row" else (draw(16, C), (C, 0))
     x_hat, p_hat, rstd, upstream = empty(pairs, C + 8), empty(pairs, C + 8), empty(pairs), empty(pairs, C)
-    grad_gate, grad_product = empty(C, pairs), empty(C, pairs)
+    grad_gate, grad_product, partial = empty(C, pairs), empty(C, pairs), empty(3, C, C + 8)
+    shifts = (gate_shift, out_shift) if alone else (np.concatenate([gate_shift, out_shift]),)
     EMULATOR.launch(
-        triangle_output.triangle_output_kernel_sm90, 3, rows(x), dealt(product, C, TILE),
+        triangle_output.triangle_output_kernel_sm90 if alone else OUTPUT_WEIGHTS, 3, rows(x), dealt(product, C, TILE),
         dealt(deal(np.concatenate([w_gate, w_out])), 32), dealt(deal(np.ascontiguousarray(w_out.T)), C, 32),
-        *pointer(grad_out, dropped, gate_shift, out_shift, x_hat, rstd, p_hat, upstream), dealt(grad_gate, 32, TILE),
-        dealt(grad_product, C, TILE), *strides, 32, 8, EPS, STEP=32, HELD=held, HAS_DROPPED=True, **FIXED,
+        *pointer(grad_out, dropped, *shifts, x_hat, rstd, *((p_hat, upstream) if alone else (partial,))),
+        dealt(grad_gate, 32, TILE), dealt(grad_product, C, TILE), *strides, 32, 8, *((EPS,) if alone else ()),
+        STEP=32, HAS_DROPPED=True, **({"HELD": held} if alone else {"EPS": EPS, "OF_WEIGHTS": 168}), **FIXED,
     )  # fmt: skip
     x_, product_, w_gate_, w_out_, gate_, out_, grad_ = wide(x, product, w_gate, w_out, gate_shift, out_shift, grad_out)
     factor = np.tile(dropped, (16, 1)) if axis == "row" else np.repeat(dropped, 32, 0)
     gate, value = norm(x_) @ w_gate_.T + gate_, norm(product_.T) @ w_out_.T + out_
     total = (value * gate.sigmoid() * torch.from_numpy(factor).double() * grad_).sum()
     of_product, of_gate, of_value = torch.autograd.grad(total, (product_, gate, value))
-    check(grad_product=(grad_product, of_product), grad_gate=(grad_gate, of_gate.T), upstream=(upstream, of_value))
-    check(x_hat=(x_hat[:, :C], norm(x_)), p_hat=(p_hat[:, :C], norm(product_.T)))
+    check(grad_product=(grad_product, of_product), grad_gate=(grad_gate, of_gate.T), x_hat=(x_hat[:, :C], norm(x_)))
     assert np.allclose(rstd, 1 / np.sqrt(x.var(1) + EPS), rtol=1e-5)
-    assert all((hat[:, C] == 1).all() and not hat[:, C + 1 :].any() for hat in (x_hat, p_hat))
+    assert all((hat[:, C] == 1).all() and not hat[:, C + 1 :].any() for hat in (x_hat, p_hat)[: 1 + alone])
+    if alone:
+        check(upstream=(upstream, of_value), p_hat=(p_hat[:, :C], norm(product_.T)))
+    else:
+        check(products=(partial[:, :, :C].sum(0), of_value.T @ norm(product_.T)))
+        check(sums=(partial[:, :, C].sum(0), of_value.sum(0)))
 
 
 def test_a_configuration_without_them_or_another_width_runs_the_other_kernels():

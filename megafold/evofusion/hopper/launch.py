@@ -17,6 +17,7 @@ from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
+from megafold.evofusion.hopper.triangle_output_weights import triangle_output_weights_kernel_sm90
 from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.evofusion.launch import EPS
 from megafold.gluon_descriptors import TYPES, descriptor
@@ -149,6 +150,29 @@ def triangle_output(
         _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles, EPS, C=WIDTH, STEP=step,
         HELD=4 // x.element_size(), HAS_DROPPED=dropped is not None, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
+
+
+def triangle_output_weights(
+    x: Tensor, product: Tensor, dealt: tuple[Tensor, Tensor], shift: Tensor, grad_out: Tensor, dropped: Tensor | None,
+    strides: tuple[int, int], size: int, x_hat: Tensor, rstd: Tensor, grad_gate: Tensor, grad_product: Tensor,
+    registers: int, of_weights: int,
+) -> Tensor:  # fmt: skip
+    """As `triangle_output`, for x in the dtype of products; shift [256]: of the gate and of the output.
+
+    Returns:
+        [128, 136], fp32: products over the pairs with the normalised product, and in column 128 the sums. The rest of
+        the columns hold anything.
+    """
+    step = 32
+    tiles, grid = _work(x)
+    partial = torch.empty((*grid, WIDTH, WIDTH + 8), device=x.device, dtype=torch.float32)
+    triangle_output_weights_kernel_sm90[grid](
+        _rows(x), _planes(product, WIDTH), _dealt(dealt[0], step), _dealt(dealt[1], WIDTH, step), grad_out,
+        grad_out if dropped is None else dropped, shift, x_hat, rstd, partial, _planes(grad_gate, step),
+        _planes(grad_product, WIDTH), *strides, size, tiles, C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS,
+        REGISTERS=registers, OF_WEIGHTS=of_weights, num_warps=4,
+    )  # fmt: skip
+    return partial.sum(0)
 
 
 def _planes(planes: Tensor, channels: int) -> TensorDescriptor:

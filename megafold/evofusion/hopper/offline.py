@@ -16,6 +16,7 @@ from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
 from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
+from megafold.evofusion.hopper.triangle_output_weights import triangle_output_weights_kernel_sm90
 from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.testing import OfflineKernel, compile_offline
 
@@ -77,6 +78,12 @@ KERNELS = {
         | {"grad_gate": [1, 4, 4, 2, 64]},
         {"C": 128, "STEP": 32, "HELD": "held", "HAS_DROPPED": True},
     ),
+    "triangle_output_weights": (
+        triangle_output_weights_kernel_sm90,
+        {"product": PLANES, "w": [1, 4, 4, 2, 128], "w_t": [4, 4, 4, 2, 32], "grad_product": PLANES}
+        | {"grad_gate": [1, 4, 4, 2, 64]},
+        {"C": 128, "STEP": 32, "HAS_DROPPED": False, "EPS": 1e-5, "REGISTERS": 160, "OF_WEIGHTS": 168},
+    ),
     "triangle_input_gradient": (
         triangle_input_kernel_sm90,
         {"grads": MATRIX, "w": PLANES},
@@ -89,12 +96,13 @@ KERNELS = {
     ),
 }
 ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient", "triangle_both")
+ONLY_BF16 += ("triangle_output_weights",)
 """Kernels whose descriptors are all of the dtype of products."""
 
 STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")
 """Arguments in the dtype of the residual stream, where a kernel has them."""
 
-PRECISE = ("shift", "gate_shift", "out_shift", "rstd", "rstds")
+PRECISE = ("partial", "shift", "gate_shift", "out_shift", "rstd", "rstds")
 LENGTHS = ("M", "L", "N", "d_i", "d_j")
 
 
@@ -114,7 +122,7 @@ class HopperCase:
         kernel, descriptors, constants = KERNELS[self.kernel]
         held = 2 if self.dtype == "bf16" else 1
         constants = {name: {"held": held, "twice": 2 * held}.get(value, value) for name, value in constants.items()}
-        constants["REGISTERS"] = 240
+        constants.setdefault("REGISTERS", 240)
         signature = {name: _descriptor(block, "bf16") for name, block in descriptors.items()}
         signature |= {"tiles": "i32", "eps": "fp32", "mask": "*u8:16"} | dict.fromkeys(LENGTHS, "i32:16")
         signature |= dict.fromkeys(PRECISE, "*fp32:16")

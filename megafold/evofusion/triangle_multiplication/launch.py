@@ -28,6 +28,9 @@ FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
 GATED = ("project", "output", "output_gradient", "gate_gradient")
 """Kernels with a sigmoid."""
 
+REGISTERS_ALONE = 240
+"""Of the kernel for sm_90 without a third group of warps, where a configuration for the one with it does not apply."""
+
 PAIRS_FOR_HOPPER = 128
 """Their tiles; the pairs have to be whole ones."""
 
@@ -54,7 +57,8 @@ class Call:
         self._folded: dict[str, Pair] = {}
         self._normalized: Pair | None = None
         self._output_rows: Pair | None = None
-        self._dealt: Pair | None = None
+        self._output_products: Tensor | None = None
+        self._dealt: tuple[Tensor, Tensor, Tensor] | None = None
         self.joins = bool(configuration("triangle_input_gradient", dtype, x.device).get("joint"))
 
     def new(self, channels: int) -> Tensor:
@@ -108,7 +112,7 @@ class Call:
             w, dealt, transposed, shift = joined.fold_all(self.weights, norms, self.dtype)
             cut = 5 * self.width
             self._folded = {"in": (w[:cut], shift[:cut]), "out": (w[cut:], shift[cut:])}
-            self._dealt = dealt, transposed
+            self._dealt = dealt, transposed, shift[4 * self.width :]
 
     def _of_input(self, gamma: Tensor, beta: Tensor) -> Pair:
         """[5 C, C] and [5 C]: the weights of all that is projected from LN(x)."""
@@ -200,6 +204,13 @@ class Call:
             x_hat = self.x.new_empty((1, self.tall, self.padded, width + 8), dtype=self.dtype)
             rstd = self.x.new_empty((1, self.tall, self.padded), dtype=torch.float32)
             self._normalized = x_hat, rstd
+            if self._dealt is not None and "of_weights" in config and self.x.dtype == self.dtype:
+                self._output_products = hopper.triangle_output_weights(
+                    self.x.flatten(0, 2), product[0].flatten(1), (self._dealt[0][4 * width :], self._dealt[1]),
+                    self._dealt[2], grad_out, self.dropped, self.strides[1:], self.size, x_hat, rstd,
+                    grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1), **config,
+                )  # fmt: skip
+                return grads, grad_product
             # Channels of the operands, whose gradients come later, have room for both.
             p_hat, upstream, _ = grads.flatten().split((pairs * (width + 8), pairs * width, pairs * (3 * width - 8)))
             self._output_rows = upstream.view(pairs, width), p_hat.view(pairs, width + 8)
@@ -207,7 +218,8 @@ class Call:
                 self.x.flatten(0, 2), product[0].flatten(1), *self._of_output(gamma, beta, out_gamma, out_beta),
                 grad_out, self.dropped, self.strides[1:], self.size, x_hat, rstd, p_hat, upstream,
                 grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1),
-                None if self._dealt is None else (self._dealt[0][4 * width :], self._dealt[1]), **config,
+                None if self._dealt is None else (self._dealt[0][4 * width :], self._dealt[1]),
+                REGISTERS_ALONE if "of_weights" in config else config["registers"],
             )  # fmt: skip
             return grads, grad_product
         rstd = self._normalize(kernels.normalize_product_kernel, product, grads)
@@ -230,7 +242,8 @@ class Call:
     def output_products(self, grads: Tensor) -> Pair:
         """Products [C, C] and sums [C, 1] over the pairs that these gradients are made of."""
         if self._output_rows is not None:
-            products = product_over_rows(*self._output_rows)
+            self._output_products = product_over_rows(*self._output_rows)
+        if (products := self._output_products) is not None:
             return products[:, : self.width], products[:, self.width : self.width + 1]
         upstream = grads[:, : self.width]
         rows = (item[: 2 * self.width].flatten(1).mT.split(self.width, 1) for item in grads)
