@@ -169,8 +169,8 @@ def triangle_output_weights(
     triangle_output_weights_kernel_sm90[grid](
         _rows(x), _planes(product, WIDTH), _dealt(dealt[0], step), _dealt(dealt[1], WIDTH, step), grad_out,
         grad_out if dropped is None else dropped, shift, x_hat, rstd, partial, _planes(grad_gate, step),
-        _planes(grad_product, WIDTH), *strides, size, tiles, C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS,
-        REGISTERS=registers, OF_WEIGHTS=of_weights, num_warps=4,
+        _planes(grad_product, WIDTH), *strides, size, tiles, C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None,
+        EPS=EPS, REGISTERS=registers, OF_WEIGHTS=of_weights, num_warps=4,
     )  # fmt: skip
     return partial.sum(0)
 
