@@ -5,20 +5,14 @@ Fewer programs than items and more tiles than buffers: whoever counts or waits i
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from gluon_emulator import Descriptor, Emulator, Pointer
-
 from megafold.evoflash3d.hopper import bias, common, forward, keys, queries, rows
 from megafold.evoflash3d.launch import PADDING
+from tests.gluon_emulator import Descriptor, Emulator, Pointer
 
 D, SCALE, LOG2E = 32, 32**-0.5, 1.4426950408889634
 EMULATORS = {module: Emulator(common, module) for module in (bias, forward, keys, queries, rows)}

@@ -5,18 +5,11 @@ Two and three programs of more tiles than they have buffers: whoever waits for a
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from gluon_emulator import Descriptor, Emulator, Pointer
 
 from megafold.evofusion import launch as shared
 from megafold.evofusion.hopper import (
@@ -36,6 +29,7 @@ from megafold.evofusion.hopper import (
     triangle_result,
 )
 from megafold.testing import SHARED_MEMORY_CAP
+from tests.gluon_emulator import Descriptor, Emulator, Pointer
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
