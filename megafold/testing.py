@@ -100,7 +100,8 @@ class OfflineKernel:
     LDS. matrix_instructions: MFMA, MMA or WGMMA in the machine code. swap_loops: compare-and-swap instructions.
     loop_spills: loads and stores of spilled registers between the matrix instructions of the innermost loops (NVIDIA);
     the others move once a program. awaited: share of asynchronous products (HGMMA) that a wait follows at once. ptxas
-    makes it 1, without a word, where it cannot follow them, such as across the end of a loop.
+    makes it 1, without a word, where it cannot follow them, such as across the end of a loop. early_releases: times
+    that threads tell the copy engine that it may write, while what one of them reads there may still be on its way.
     """
 
     registers: int
@@ -110,6 +111,7 @@ class OfflineKernel:
     swap_loops: int
     loop_spills: int = 0
     awaited: float = 0.0
+    early_releases: int = 0
 
 
 SHARED_MEMORY_CAP = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx90a": 65536, "gfx942": 65536}
@@ -156,7 +158,8 @@ def compile_offline(
             matrix_instructions=text.count("v_mfma"),
             swap_loops=text.count("cmpswap"),
         )
-    usage, code = (_nvidia_tool(compiled.asm["cubin"], *tool) for tool in (("cuobjdump", "-res-usage"), ("nvdisasm",)))
+    tools = ("cuobjdump", "-res-usage"), ("nvdisasm", "-hex")
+    usage, code = (_nvidia_tool(compiled.asm["cubin"], *tool) for tool in tools)
     return OfflineKernel(
         registers=int(re.search(r"REG:(\d+)", usage).group(1)),
         spill_bytes=int(re.search(r"STACK:(\d+)", usage).group(1)),
@@ -165,7 +168,33 @@ def compile_offline(
         swap_loops=len(re.findall(r"\b(?:ATOM|RED)\w*\.[\w.]*CAS", code)),
         loop_spills=_loop_spills(code),
         awaited=_awaited(code),
+        early_releases=_early_releases(code),
     )
+
+
+def _early_releases(code: str) -> int:
+    """Barriers of a disassembled kernel (with encodings) behind which a thread arrives at an mbarrier, passed while
+    shared memory is being read.
+
+    A barrier of threads does not wait for loads that are under way: only an instruction that needs the result does, or
+    a fence. Other threads' stores come later in any case; the copy engine's may not.
+    """
+    pattern = r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/\s+/\* 0x([0-9a-f]+) \*/"
+    reading, at_barrier, early = set(), False, 0
+    for text, encoding in re.findall(pattern, code):
+        control = int(encoding, 16) >> 41  # of Volta and later: stall 4, yield 1, two scoreboards of 3, waits 6 bits
+        reading -= {scoreboard for scoreboard in range(6) if control >> 11 + scoreboard & 1}
+        if re.search(r"\bMEMBAR\b", text):
+            reading.clear()
+        elif re.search(r"\bLDS(M|\b)", text):
+            # Loads end in order: 7, none of its own, is that of the next.
+            reading = {control >> 5 & 7 if scoreboard == 7 else scoreboard for scoreboard in reading}
+            reading.add(control >> 5 & 7)
+        elif re.search(r"\bBAR\.SYNC", text):
+            at_barrier = bool(reading)
+        elif re.search(r"\bSYNCS\.ARRIVE\.TRANS64\.A1T0", text):
+            early += at_barrier
+    return early
 
 
 def _awaited(code: str) -> float:

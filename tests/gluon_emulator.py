@@ -142,7 +142,7 @@ class Emulator:
     def __init__(self, *modules) -> None:
         self.program, self.programs, self.errors = 0, 1, []
         known = {"gl": self._language(), "mbarrier": self._barriers(), "tma": self._copies(), "range": self._range}
-        known |= {"thread_barrier": lambda: None}
+        known |= {"thread_barrier": lambda: None, "release": lambda free: free.update(arrived=1)}
         known |= {"fence_async_shared": lambda: None, "warpgroup_mma": self._product}
         known |= {"warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps}
         known |= {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "widen": lambda x: x}

@@ -27,6 +27,7 @@ def test_shipped_configuration_compiles_and_fits(case):
     compiled = case.compile()
     assert not portability.problems(case, compiled, SHARED_MEMORY_CAP[case.arch])
     assert compiled.awaited < 1.0 or not isinstance(case, offline.HopperCase)
+    assert not compiled.early_releases
 
 
 def test_gate_refuses_what_is_not_fit():

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from megafold import triton_support
 from megafold.evoflash3d import gradients
 from megafold.evoflash3d.launch import Problem, hopper_kernels, hopper_serves
-from megafold.testing import _awaited, _loop_spills
+from megafold.testing import _awaited, _early_releases, _loop_spills
 
 BF16 = torch.bfloat16
 
@@ -131,6 +131,33 @@ def test_products_that_a_wait_follows_at_once(waits, share):
 @pytest.mark.parametrize(("line", "spills"), [("FADD R1, R2, R3 ;", 0), ("LDL.LU R3, [R1+0x4] ;", 1)])
 def test_spills_count_where_they_are_in_the_way(line, spills):
     assert _loop_spills(CODE.replace("{0}", line)) == spills
+
+
+def instruction(text: str, own: int = 7, waits: int = 0) -> str:
+    """As nvdisasm prints it: a scoreboard of its own (7: none), and the scoreboards that it waits for as bits."""
+    return f"/*0010*/ {text} ;  /* 0x0 */\n  /* 0x{(waits << 11 | own << 5) << 41:016x} */\n"
+
+
+LOAD = instruction("LDSM.16.M88.4 R12, [R23]", own=2)
+RELEASE = instruction("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80") + instruction("@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR7], RZ")
+NEEDED, FENCE = instruction("FADD R1, R12, R2", waits=0b100), instruction("MEMBAR.ALL.CTA")
+
+
+@pytest.mark.parametrize(
+    ("code", "early"),
+    [
+        (LOAD + RELEASE, 1),
+        (LOAD + NEEDED + RELEASE, 0),
+        (LOAD + FENCE + RELEASE, 0),
+        (LOAD + RELEASE + NEEDED, 1),
+        (LOAD + instruction("FADD R1, R2, R3", waits=0b11) + RELEASE, 1),
+        (instruction("LDS R8, [R9]") + LOAD + NEEDED + RELEASE, 0),
+        (NEEDED + RELEASE, 0),
+    ],
+    ids=["nothing", "needed", "fence", "needed late", "another's", "one for two", "no load"],
+)
+def test_stages_are_not_released_while_they_are_read(code, early):
+    assert _early_releases(code) == early
 
 
 def test_descriptors_are_checked_once_and_keep_no_tensor_alive():

@@ -9,10 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from megafold.evoflash3d.hopper.common import (
     LOG2E,
     launch_dependents,
-    thread_barrier,
     wait_for_the_kernel_before,
     widen,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -118,8 +118,7 @@ def product_partition(
                     q_tile, k_tile.slice(AT_J + STEP, STEP, 0), g_tile, v_tile.slice(AT_J + STEP, STEP, 0), x_1, lse,
                     delta, scale2, PART, STEP, KEEP_16, scores,
                 )  # fmt: skip
-            thread_barrier()
-            mbarrier.arrive(free.index(stage), count=1)
+            release(free.index(stage))
             tile += 1
         base = dbias + (chunk.to(gl.int64) * (B * H) + bh) * NQ * NK + i.to(gl.int64) * NK
         gl.store(base + j, total_0.to(dbias.dtype.element_ty), mask=(i < NQ) & (j < NK))

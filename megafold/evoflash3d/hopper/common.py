@@ -17,8 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Triton 3.7 renamed it.
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 launch_dependents, wait_for_the_kernel_before = gdc_launch_dependents, gdc_wait
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

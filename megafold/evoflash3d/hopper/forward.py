@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from megafold.evoflash3d.hopper.common import LN2, LOG2E, item_of, thread_barrier, widen
+from megafold.evoflash3d.hopper.common import LN2, LOG2E, item_of, widen
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -98,8 +99,7 @@ def product_partition(
         acc = gl.zeros([PART, D], gl.float32, queries)
         maximum = gl.full([PART], float("-inf"), gl.float32, per_query)
         total = shares(zero, PART, STEP) if SHARES else gl.zeros([PART], gl.float32, per_query)
-        thread_barrier()
-        mbarrier.arrive(q_free, count=1)
+        release(q_free)
         for _j_start in range(0, NK, BLOCK_J):
             stage = tile % STAGES
             k_tile = k_s.index(stage * ROWS + ROW).reshape([BLOCK_J, D])

@@ -10,10 +10,10 @@ from megafold.evoflash3d.hopper.common import (
     LOG2E,
     item_of,
     launch_dependents,
-    thread_barrier,
     wait_for_the_kernel_before,
     widen,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -82,8 +82,7 @@ def product_partition(
         v_tile = v_s.index(ROW).reshape([BLOCK_J, D]).slice(AT, PART, 0).load(left)
         dk_acc = gl.zeros([PART, D], gl.float32, keys)
         dv_acc = gl.zeros([PART, D], gl.float32, keys)
-        thread_barrier()
-        mbarrier.arrive(kv_free, count=1)
+        release(kv_free)
         for _i_start in range(0, NQ, BLOCK_I):
             stage = tile % STAGES
             at = stage * ROWS + ROW

@@ -13,10 +13,10 @@ from megafold.evoflash3d.hopper.common import (
     LOG2E,
     item_of,
     launch_dependents,
-    thread_barrier,
     wait_for_the_kernel_before,
     widen,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -97,8 +97,7 @@ def product_partition(
             gl.store(delta2 + stats, delta, mask=inside)
         lse, delta = lse[:, None], delta[:, None]
         acc = gl.zeros([PART, D], gl.float32, queries)
-        thread_barrier()
-        mbarrier.arrive(q_free, count=1)
+        release(q_free)
         for _j_start in range(0, NK, BLOCK_J):
             stage = tile % STAGES
             k_tile = k_s.index(stage * ROWS + ROW).reshape([BLOCK_J, D])

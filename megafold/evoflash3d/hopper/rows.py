@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megafold.evoflash3d.hopper.common import (
     LOG2E,
     launch_dependents,
-    thread_barrier,
     wait_for_the_kernel_before,
     widen,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 BLOCK_I = gl.constexpr(64)
 """Queries of a tile: the rows of one product of a group of warps."""
@@ -184,8 +184,7 @@ def keys_partition(
             mbarrier.wait(keys_ready.index(key_stage), (at // KEY_STAGES) & 1)
             k_tile = k_s.index(key_stage).reshape([BLOCK_J, D]).slice(AT, PART, 0).load(left)
             v_tile = v_s.index(key_stage).reshape([BLOCK_J, D]).slice(AT, PART, 0).load(left)
-            thread_barrier()
-            mbarrier.arrive(keys_free.index(key_stage), count=1)
+            release(keys_free.index(key_stage))
             dk_acc = gl.zeros([PART, D], gl.float32, keys)
             dv_acc = gl.zeros([PART, D], gl.float32, keys)
             for i in range(0, tiles, 2):

@@ -17,10 +17,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -121,8 +121,7 @@ def product_partition(
                 result += gl.load(other_x + at + part * STEP, mask=inside, other=0.0).to(gl.float32)
             gl.store(grad_x + at + part * STEP, result.to(grad_x.dtype.element_ty), mask=inside)
         cond_hat, cond_rstd = normalize(c_s.index(held).load(wide).to(gl.float32), eps, C)
-        thread_barrier()
-        mbarrier.arrive(free.index(held), count=1)
+        release(free.index(held))
         c = gl.arange(0, C, gl.SliceLayout(0, wide))
         row = start + gl.arange(0, TILE, gl.SliceLayout(1, wide))
         inside = (row < M)[:, None]

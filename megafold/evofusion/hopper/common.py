@@ -16,8 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.7 renamed it.
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 TILE = gl.constexpr(64)
 
 

@@ -12,10 +12,10 @@ from megafold.evofusion.hopper.common import (
     init_barriers,
     normalize,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -57,8 +57,7 @@ def product_partition(
         held = count % HELD
         mbarrier.wait(x_ready.index(GROUP), turn & 1)
         x_hat, rstd = normalize(x_s.index(held).load(wide).to(gl.float32), eps, C)
-        thread_barrier()
-        mbarrier.arrive(x_free.index(held), count=1)
+        release(x_free.index(held))
         inside = (start + l < M)[:, None]
         at = (start + l).to(gl.int64)[:, None] * C + c[None, :]
         gl.store(x_hats + at, x_hat.to(x_hats.dtype.element_ty), mask=inside)

@@ -12,10 +12,10 @@ from megafold.evofusion.hopper.common import (
     init_barriers,
     normalize,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -60,8 +60,7 @@ def product_partition(
         stage = count % STAGES
         mbarrier.wait(ready.index(stage), (count // STAGES) & 1)
         tile = x_s.index(stage).load(left)
-        thread_barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+        release(free.index(stage))
         x_hat, _ = normalize(tile.to(gl.float32), eps, C)
         x_hat = x_hat * gl.load(gamma + c).to(gl.float32)[None, :]
         if HAS_BETA:

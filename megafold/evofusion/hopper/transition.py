@@ -13,10 +13,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -51,8 +51,7 @@ def next_tile(
     slot: gl.constexpr = which % SLOTS
     mbarrier.wait(ready.index(2 * slot + GROUP), ((2 * turn + which) // SLOTS) & 1)
     tile = tile_s.index(slot).load(layout)
-    thread_barrier()
-    mbarrier.arrive(free.index(slot), count=1)
+    release(free.index(slot))
     return tile
 
 

@@ -13,10 +13,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -60,8 +60,7 @@ def product_partition(
         slot = count % SLOTS
         mbarrier.wait(ready.index(GROUP), turn & 1)
         normed = x_s.index(slot).load(left)
-        thread_barrier()
-        mbarrier.arrive(free.index(slot), count=1)
+        release(free.index(slot))
         if NORM:
             x_hat, _ = normalize(normed.to(gl.float32), eps, C)
             normed = x_hat * gl.load(gamma + c).to(gl.float32)[None, :] + gl.load(beta + c).to(gl.float32)[None, :]

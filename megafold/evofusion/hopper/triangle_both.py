@@ -26,10 +26,10 @@ from megafold.evofusion.hopper.common import (
     init_barriers,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -83,8 +83,7 @@ def product_partition(
         start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         mbarrier.wait(x_ready.index(GROUP), turn & 1)
         hat = x_s.load(wide)
-        thread_barrier()
-        mbarrier.arrive(x_free, count=1)
+        release(x_free)
         hat = gl.convert_layout(deal(hat, C, product), left)
         if HAS_MASK:
             pairs = start + gl.arange(0, TILE, gl.SliceLayout(1, narrow))

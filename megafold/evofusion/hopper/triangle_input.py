@@ -12,10 +12,10 @@ from megafold.evofusion.hopper.common import (
     columns_of,
     init_barriers,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import thread_barrier
 
 
 @gluon.jit

@@ -22,10 +22,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import thread_barrier
 
 
 @gluon.jit

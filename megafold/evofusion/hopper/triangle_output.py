@@ -26,10 +26,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release, thread_barrier
 
 
 @gluon.jit
@@ -98,8 +98,7 @@ def product_partition(
         rows = (start + l).to(gl.int64)[:, None]
         mbarrier.wait(ready.index(GROUP), turn & 1)
         x_tile = x_s.index(held).load(wide)
-        thread_barrier()
-        mbarrier.arrive(free.index(held), count=1)
+        release(free.index(held))
         x_hat, rstd = normalize(x_tile.to(gl.float32), eps, C)
         x_hat = x_hat.to(dtype)
         gl.store(x_hats + rows * (C + 8) + c, x_hat)
@@ -110,8 +109,7 @@ def product_partition(
         p_tile = p_s.index(GROUP).reshape([C, TILE]).permute((1, 0)).load(left)
         # What the copy engine wrote out of the stages for the tile before has been read.
         tma.store_wait(0)
-        thread_barrier()
-        mbarrier.arrive(free.index(2 + GROUP), count=1)
+        release(free.index(2 + GROUP))
         p_hat, inverse = normalize(p_tile.to(gl.float32), eps, C)
         p_hat = p_hat.to(dtype)
         gl.store(p_hats + rows * (C + 8) + c, spread(gl.convert_layout(p_hat, product), C))

@@ -25,11 +25,11 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
 from megafold.evofusion.hopper.triangle_output import store_ones, store_planes
+from megafold.gluon_barriers import thread_barrier
 
 
 @gluon.jit

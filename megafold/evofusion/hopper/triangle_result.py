@@ -14,10 +14,10 @@ from megafold.evofusion.hopper.common import (
     normalize,
     sigmoid,
     spread,
-    thread_barrier,
     tiles_of,
     wide_layout,
 )
+from megafold.gluon_barriers import release
 
 
 @gluon.jit
@@ -59,8 +59,7 @@ def product_partition(
         mbarrier.wait(ready.index(held), (count // HELD) & 1)
         x_tile = x_s.index(held).load(left)
         p_tile = p_s.index(held).permute((1, 0)).load(left)
-        thread_barrier()
-        mbarrier.arrive(free.index(held), count=1)
+        release(free.index(held))
         x_hat, _ = normalize(x_tile.to(gl.float32), eps, C)
         x_hat = x_hat.to(dtype)
         p_hat, _ = normalize(p_tile.to(gl.float32), eps, C)
