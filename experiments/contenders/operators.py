@@ -23,7 +23,7 @@ CHECK_COPIES = 2
 
 WORKLOADS: dict[str, Callable[[Draw, int, int], Case]] = {
     # Inputs from a Draw, n tokens (8 n atoms) and a number of augmentations.
-    "triangle_multiplication": lambda draw, n, copies: cases.triangle_multiplication_case(draw, n),
+    "triangle_multiplication": lambda draw, n, copies: cases.triangle_multiplication_case(draw, n, keep_operands=None),
     "transition": lambda draw, n, copies: cases.transition_case(draw, (1, n, n)),
     "norm_project": lambda draw, n, copies: cases.norm_project_case(draw, (1, n, n)),
     "attention_output": lambda draw, n, copies: cases.attention_output_case(draw, (1, n, n)),

@@ -98,7 +98,7 @@ def triangle_multiplication_case(
     masked: bool = False,
     shared: str | None = None,
     residual: bool = True,
-    keep_operands: bool = False,
+    keep_operands: bool | None = False,
 ) -> Case:
     """AF3 algorithms 12, 13; `shared`: "row" or "col" dropout."""
     mask = draw.keep(batch, size) if masked else None

@@ -25,7 +25,8 @@ from megafold.model.presets import preset
 GIB = 2**30
 PARAMETERS = {"paper": 456_701_750}
 # Of megafold.model.recompute and graphs, which load torch; a test compares them.
-GROUPED_FROM, GROUP, MOST_ELEMENTS, KEPT_PAIRS = 1536, 8, 1 << 28, 1 << 26
+GROUPED_FROM, GROUP, MOST_ELEMENTS = 1536, 8, 1 << 28
+KEPT_ELEMENTS = 1 << 26  # of megafold.evofusion.triangle_multiplication.api
 STREAM = 4  # residual streams are fp32, also under bf16 autocast
 PERSISTENT_BYTES = 16  # a parameter, its gradient and Adam's two averages
 # A block at work, in its backward: tensors of the dtype of products that are alive at once, in units of its stream.
@@ -178,7 +179,7 @@ def _graph_buffers(model: Architecture, n: int, depth: int, templates: int) -> i
 
 def _pair_block(model: Architecture, plan: Plan, n: int, narrow: int, scores: bool) -> int:
     tensors = FUSED_PAIR_BLOCK_TENSORS if plan.evofusion else PAIR_BLOCK_TENSORS
-    if plan.evofusion and n * n * model.dim_pairwise <= KEPT_PAIRS:
+    if plan.evofusion and n * n * model.dim_pairwise <= KEPT_ELEMENTS:
         tensors += KEPT_OPERANDS
     block = n * n * model.dim_pairwise * tensors * narrow
     return block + scores * n**3 * model.trunk_pair.tri_attn_heads * EAGER_SCORES * narrow

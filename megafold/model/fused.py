@@ -228,7 +228,6 @@ def _triangle_update(layer: Module, pairs: Tensor, mask: Tensor | None, mix: str
         mix=mix,
         mask=mask,
         dropped=_drawn(dropout, pairs),
-        keep_operands=pairs.numel() <= recompute.KEPT_PAIRS,
     )
 
 

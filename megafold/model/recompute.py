@@ -32,9 +32,6 @@ GROUP = 8
 # 48 blocks are more than half of what it needs (N = 2048 on 16 ranks: 6 of 11 GiB) and would keep memory from falling
 # with the number of ranks. All blocks in groups are 17 % more operations in a step of that length, a third of them 6 %.
 THIRD_GROUPED_FROM = 2048
-# Elements of pairs (N = 724 of width 128) up to which the operands of a block's triangle updates are kept from its
-# forward, which a checkpoint runs right before its backward: four tensors of pairs in the dtype of products.
-KEPT_PAIRS = 1 << 26
 # The Pairformer's single track beside the next pair block. Off: no GPU has captured it yet.
 SHIFTS = False
 

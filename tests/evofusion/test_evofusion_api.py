@@ -190,3 +190,18 @@ def test_a_conditioning_prepared_in_another_dtype_is_refused():
 
 def test_without_kernels_a_conditioning_stays_what_it_is():
     assert prepare(ADAPTIVE["cond"]) is ADAPTIVE["cond"]
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "kept"), [(8, None, True), (9, None, False), (8, False, False), (9, True, True)], ids=str
+)
+def test_operands_of_small_pairs_are_kept_for_the_backward(size, asked, kept, monkeypatch):
+    from megafold.evofusion.triangle_multiplication import api
+
+    told = []
+    monkeypatch.setattr(api, "KEPT_ELEMENTS", 8 * 8 * 16)
+    monkeypatch.setattr(api, "uses_kernels", lambda x: True)
+    monkeypatch.setattr(api, "_forward_op", lambda *arguments: told.append(arguments[-2]) or arguments)
+    case = cases.triangle_multiplication_case(Draw(torch.float32, "cpu"), size, 16, keep_operands=asked)
+    case.operator(**case.inputs)
+    assert told == [kept]

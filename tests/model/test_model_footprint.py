@@ -96,10 +96,11 @@ def test_the_lines_of_doctor_name_both_models():
 
 
 def test_its_constants_are_the_models():
+    from megafold.evofusion.triangle_multiplication.api import KEPT_ELEMENTS
     from megafold.model import graphs, recompute
     from megafold.model.build import build_model
 
     assert (footprint.GROUPED_FROM, footprint.GROUP) == (recompute.GROUPED_FROM, recompute.GROUP)
-    assert (footprint.MOST_ELEMENTS, footprint.KEPT_PAIRS) == (graphs.MOST_ELEMENTS, recompute.KEPT_PAIRS)
+    assert (footprint.MOST_ELEMENTS, footprint.KEPT_ELEMENTS) == (graphs.MOST_ELEMENTS, KEPT_ELEMENTS)
     built = sum(parameter.numel() for parameter in build_model("paper").parameters())
     assert {"paper": built} == footprint.PARAMETERS

@@ -25,7 +25,7 @@ from megafold.evoflash3d.hopper.common import (
     wait_for_the_kernel_before,
     widen,
 )
-from megafold.gluon_barriers import release, thread_barrier
+from megafold.gluon_barriers import thread_barrier
 
 BLOCK_I = gl.constexpr(64)
 """Queries of a tile: the rows of one product of a group of warps."""
@@ -184,7 +184,6 @@ def keys_partition(
             mbarrier.wait(keys_ready.index(key_stage), (at // KEY_STAGES) & 1)
             k_tile = k_s.index(key_stage).reshape([BLOCK_J, D]).slice(AT, PART, 0).load(left)
             v_tile = v_s.index(key_stage).reshape([BLOCK_J, D]).slice(AT, PART, 0).load(left)
-            release(keys_free.index(key_stage))
             dk_acc = gl.zeros([PART, D], gl.float32, keys)
             dv_acc = gl.zeros([PART, D], gl.float32, keys)
             for i in range(0, tiles, 2):
@@ -204,6 +203,8 @@ def keys_partition(
                 leave_scores(shared, ds, tile + 1, AT, SCORE_STAGES)
                 dk_acc, dv_acc = warpgroup_mma_wait(0, [dk_acc, dv_acc])
                 tell_scores(shared, tile + 1, SCORE_STAGES)
+            # All threads have used their keys when they meet in `tell_scores`.
+            mbarrier.arrive(keys_free.index(key_stage), count=1)
             b64, h64, r64 = b.to(gl.int64), h.to(gl.int64), r.to(gl.int64)
             row = (j * BLOCK_J + AT + kj).to(gl.int64)
             dk_base = dk + b64 * dk_b + r64 * dk_r + h64 * dk_h

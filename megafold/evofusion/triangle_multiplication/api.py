@@ -21,6 +21,10 @@ from megafold.evofusion.triangle_multiplication import reference
 
 NAME = "triangle_multiplication"
 
+KEPT_ELEMENTS = 1 << 26
+"""Of pairs (N = 724 of width 128) up to which the operands stay for the backward by default, four tensors of pairs in
+the dtype of products: a checkpoint runs a block's forward again right before its backward."""
+
 
 def triangle_multiplication(
     x: Tensor,
@@ -36,7 +40,7 @@ def triangle_multiplication(
     mask: Tensor | None = None,
     dropped: Tensor | None = None,
     residual: bool = True,
-    keep_operands: bool = False,
+    keep_operands: bool | None = None,
 ) -> Tensor:
     """AF3 algorithms 12 ("outgoing") and 13 ("incoming") on a residual stream.
 
@@ -53,7 +57,7 @@ def triangle_multiplication(
         dropped: the drawn factor of a row- or column-shared dropout, 0 or 1 / (1 - p): [B, 1, N, C] or [B, N, 1, C].
         residual: add x. Without, the result has the dtype of the products.
         keep_operands: kernels keep left and right for the backward, [B, 2 C, N, N] in the dtype of products, instead of
-            making them again: for blocks whose backward follows at once.
+            making them again. By default up to KEPT_ELEMENTS elements of x.
 
     Returns:
         [B, N, N, C], contiguous.
@@ -92,7 +96,8 @@ def triangle_multiplication(
     parameters = (norm_weight, norm_bias, in_weight, gate_weight, out_norm_weight, out_norm_bias, out_weight)
     outgoing = mix == "outgoing"
     if uses_kernels(x) and is_narrow(width) and x.numel():
-        keep = keep_operands and torch.is_grad_enabled()
+        kept = x.numel() <= KEPT_ELEMENTS if keep_operands is None else keep_operands
+        keep = kept and torch.is_grad_enabled()
         return _forward_op(x, *parameters, mask, dropped, outgoing, residual, keep, product_dtype(x))[0]
     return reference.triangle_multiplication(x, *parameters, outgoing, mask, dropped, residual)
 
