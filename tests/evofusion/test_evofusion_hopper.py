@@ -254,26 +254,28 @@ def test_triangle_result(draw, axis, held):
     check(out=(out, x_ + value))
 
 
-@pytest.mark.parametrize("held", [1, 2, "weights"])
+@pytest.mark.parametrize("held", [1, 2, "weights", "weights from the end"])
 @pytest.mark.parametrize("axis", ["row", "column"])
 def test_triangle_output(draw, axis, held):
-    """16 rows of 32 pairs, two programs with three tiles and one with two."""
-    pairs, alone = 512, held != "weights"
+    """20 rows of 32 pairs, one program with four tiles and two with three."""
+    pairs, alone = 640, held in (1, 2)
     x, product, grad_out = draw(pairs, C), draw(C, pairs), draw(pairs, C)
     w_gate, w_out, gate_shift, out_shift = draw(C, C, scale=0.1), draw(C, C, scale=0.1), draw(C), draw(C)
-    dropped, strides = (draw(32, C), (0, C)) if axis == "row" else (draw(16, C), (C, 0))
+    dropped, strides = (draw(32, C), (0, C)) if axis == "row" else (draw(20, C), (C, 0))
     x_hat, p_hat, rstd, upstream = empty(pairs, C + 8), empty(pairs, C + 8), empty(pairs), empty(pairs, C)
     grad_gate, grad_product, partial = empty(C, pairs), empty(C, pairs), empty(3, C, C + 8)
     shifts = (gate_shift, out_shift) if alone else (np.concatenate([gate_shift, out_shift]),)
+    transposed = [dealt(deal(np.ascontiguousarray(w_out.T)), C, 32)] * alone
+    of_weights = {"EPS": EPS, "FROM_END": held != "weights", "OF_WEIGHTS": 168}
     EMULATOR.launch(
         triangle_output.triangle_output_kernel_sm90 if alone else OUTPUT_WEIGHTS, 3, rows(x), dealt(product, C, TILE),
-        dealt(deal(np.concatenate([w_gate, w_out])), 32), dealt(deal(np.ascontiguousarray(w_out.T)), C, 32),
+        dealt(deal(np.concatenate([w_gate, w_out])), 32), *transposed,
         *pointer(grad_out, dropped, *shifts, x_hat, rstd, *((p_hat, upstream) if alone else (partial,))),
-        dealt(grad_gate, 32, TILE), dealt(grad_product, C, TILE), *strides, 32, 8, *((EPS,) if alone else ()),
-        STEP=32, HAS_DROPPED=True, **({"HELD": held} if alone else {"EPS": EPS, "OF_WEIGHTS": 168}), **FIXED,
+        dealt(grad_gate, 32, TILE), dealt(grad_product, C, TILE), *strides, 32, 10, *((EPS,) if alone else ()),
+        STEP=32, HAS_DROPPED=True, **({"HELD": held} if alone else of_weights), **FIXED,
     )  # fmt: skip
     x_, product_, w_gate_, w_out_, gate_, out_, grad_ = wide(x, product, w_gate, w_out, gate_shift, out_shift, grad_out)
-    factor = np.tile(dropped, (16, 1)) if axis == "row" else np.repeat(dropped, 32, 0)
+    factor = np.tile(dropped, (20, 1)) if axis == "row" else np.repeat(dropped, 32, 0)
     gate, value = norm(x_) @ w_gate_.T + gate_, norm(product_.T) @ w_out_.T + out_
     total = (value * gate.sigmoid() * torch.from_numpy(factor).double() * grad_).sum()
     of_product, of_gate, of_value = torch.autograd.grad(total, (product_, gate, value))

@@ -24,6 +24,8 @@ from megafold.gluon_descriptors import TYPES, descriptor
 
 WIDTH, TILE, STEP = 128, 64, 64
 MOST_HEADS = 16
+FROM_END = True
+"""Whether the triangle's backward begins with the pairs that its forward ended with, which the cache may hold."""
 
 
 def project(
@@ -153,26 +155,27 @@ def triangle_output(
 
 
 def triangle_output_weights(
-    x: Tensor, product: Tensor, dealt: tuple[Tensor, Tensor], shift: Tensor, grad_out: Tensor, dropped: Tensor | None,
+    x: Tensor, product: Tensor, dealt: Tensor, shift: Tensor, grad_out: Tensor, dropped: Tensor | None,
     strides: tuple[int, int], size: int, x_hat: Tensor, rstd: Tensor, grad_gate: Tensor, grad_product: Tensor,
     registers: int, of_weights: int,
 ) -> Tensor:  # fmt: skip
-    """As `triangle_output`, for x in the dtype of products; shift [256]: of the gate and of the output.
+    """As `triangle_output`, for x in the dtype of products; dealt [256, 128]: both weights one below the other, with
+    dealt columns; shift [256]: of the gate and of the output.
 
     Returns:
-        [128, 136], fp32: products over the pairs with the normalised product, and in column 128 the sums. The rest of
-        the columns hold anything.
+        [programs, 128, 136], fp32: shares of the products over the pairs with the normalised product, and in column 128
+        of the sums. The rest of the columns hold anything.
     """
     step = 32
     tiles, grid = _work(x)
     partial = torch.empty((*grid, WIDTH, WIDTH + 8), device=x.device, dtype=torch.float32)
     triangle_output_weights_kernel_sm90[grid](
-        _rows(x), _planes(product, WIDTH), _dealt(dealt[0], step), _dealt(dealt[1], WIDTH, step), grad_out,
-        grad_out if dropped is None else dropped, shift, x_hat, rstd, partial, _planes(grad_gate, step),
-        _planes(grad_product, WIDTH), *strides, size, tiles, C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None,
-        EPS=EPS, REGISTERS=registers, OF_WEIGHTS=of_weights, num_warps=4,
+        _rows(x), _planes(product, WIDTH), _dealt(dealt, step), grad_out, grad_out if dropped is None else dropped,
+        shift, x_hat, rstd, partial, _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles,
+        C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, FROM_END=FROM_END, REGISTERS=registers,
+        OF_WEIGHTS=of_weights, num_warps=4,
     )  # fmt: skip
-    return partial.sum(0)
+    return partial
 
 
 def _planes(planes: Tensor, channels: int) -> TensorDescriptor:

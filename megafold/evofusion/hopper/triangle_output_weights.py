@@ -23,32 +23,51 @@ from megafold.evofusion.hopper.common import (
     deal,
     init_barriers,
     normalize,
+    prefetch,
     sigmoid,
     spread,
     tiles_of,
     wide_layout,
 )
 from megafold.evofusion.hopper.triangle_output import store_ones, store_planes
-from megafold.gluon_barriers import thread_barrier
+from megafold.gluon_barriers import release, thread_barrier
+
+AHEAD = gl.constexpr(3)
+"""Tiles of the output's gradient on their way to L2 before the groups ask for them."""
 
 
 @gluon.jit
-def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr):
-    w_s, t_s, x_s, p_s, _, _, _, w_ready, ready, free, _ = shared
-    x, product, w, w_t, tiles = loads
-    mbarrier.expect(w_ready, 2 * C // STEP * w.block_type.nbytes + C // STEP * w_t.block_type.nbytes)
+def start_of(count, tiles, FROM_END: gl.constexpr):
+    """First pair of the program's count-th tile."""
+    tile = gl.program_id(0) + count * gl.num_programs(0)
+    if FROM_END:
+        tile = tiles - 1 - tile
+    return tile * TILE
+
+
+@gluon.jit
+def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr, FROM_END: gl.constexpr):
+    w_s, x_in, p_in, _, _, _, _, _, w_ready, ready, free, _, _ = shared
+    x, product, w, tiles = loads
+    mbarrier.expect(w_ready, 2 * C // STEP * w.block_type.nbytes)
     for part in range(0, 2 * C // STEP):
         tma.async_copy_global_to_shared(w, [part * (STEP // 32), 0, 0, 0, 0], w_ready, w_s.index(part))
-    for part in range(0, C // STEP):
-        tma.async_copy_global_to_shared(w_t, [0, 0, 0, 0, part * STEP], w_ready, t_s.index(part))
     for count in range(0, tiles_of(0, tiles, 1)):
-        start = (gl.program_id(0) + count * gl.num_programs(0)) * TILE
+        start = start_of(count, tiles, FROM_END)
         group = count % 2
         mbarrier.wait(free.index(group), ((count // 2) & 1) ^ 1)
-        mbarrier.wait(free.index(2 + group), ((count // 2) & 1) ^ 1)
-        mbarrier.expect(ready.index(group), x.block_type.nbytes + product.block_type.nbytes)
-        tma.async_copy_global_to_shared(x, [start, 0], ready.index(group), x_s.index(group))
-        tma.async_copy_global_to_shared(product, [0, 0, 0, 0, start], ready.index(group), p_s.index(group))
+        mbarrier.expect(ready.index(group), x.block_type.nbytes)
+        tma.async_copy_global_to_shared(x, [start, 0], ready.index(group), x_in.index(group))
+        mbarrier.wait(free.index(2), (count & 1) ^ 1)
+        mbarrier.expect(ready.index(2 + group), product.block_type.nbytes)
+        tma.async_copy_global_to_shared(product, [0, 0, 0, 0, start], ready.index(2 + group), p_in)
+
+
+@gluon.jit
+def prefetch_rows(source, start, C: gl.constexpr):
+    """A tile of rows in 16 bit, to L2: a line of 128 bytes for each thread of four warps."""
+    lines = gl.arange(0, TILE * C // 64, gl.BlockedLayout([1], [32], [4], [0]))
+    prefetch(source + start.to(gl.int64) * C + lines * 64)
 
 
 @gluon.jit
@@ -58,8 +77,8 @@ def true_place(column):
 
 
 @gluon.jit
-def weight_partition(shared, partial, tiles, C: gl.constexpr):
-    _, _, _, p_s, _, u_s, one_s, _, _, free, made = shared
+def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr, FROM_END: gl.constexpr):
+    _, _, _, _, p_s, _, u_s, one_s, _, _, _, made, taken = shared
     dtype: gl.constexpr = p_s.dtype
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     few: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -69,7 +88,11 @@ def weight_partition(shared, partial, tiles, C: gl.constexpr):
     thread_barrier()
     acc = gl.zeros([C, C], gl.float32, product)
     sums = gl.zeros([C, 8], gl.float32, few)
-    for count in range(0, tiles_of(0, tiles, 1)):
+    # The group that has made a tile is at the next but one already.
+    most = tiles_of(0, tiles, 1)
+    for count in range(0, AHEAD):
+        prefetch_rows(grad_out, start_of(gl.minimum(count, most - 1), tiles, FROM_END), C)
+    for count in range(0, most):
         group = count % 2
         mbarrier.wait(made.index(group), (count // 2) & 1)
         upstream = u_s.index(group).reshape([C, TILE])
@@ -77,7 +100,9 @@ def weight_partition(shared, partial, tiles, C: gl.constexpr):
         sums = warpgroup_mma(upstream, one_s.permute((1, 0)), sums, is_async=True)
         acc, sums = warpgroup_mma_wait(0, [acc, sums])
         thread_barrier()
-        mbarrier.arrive(free.index(2 + group), count=1)
+        mbarrier.arrive(taken.index(group), count=1)
+        if count + AHEAD < most:
+            prefetch_rows(grad_out, start_of(count + AHEAD, tiles, FROM_END), C)
     mine = partial + gl.program_id(0) * C * (C + 8)
     o = true_place(gl.arange(0, C, gl.SliceLayout(1, product)))
     c = true_place(gl.arange(0, C, gl.SliceLayout(0, product)))
@@ -89,9 +114,9 @@ def weight_partition(shared, partial, tiles, C: gl.constexpr):
 @gluon.jit
 def product_partition(
     shared, work, views, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr,
-    EPS: gl.constexpr,
+    EPS: gl.constexpr, FROM_END: gl.constexpr,
 ):  # fmt: skip
-    w_s, t_s, x_s, p_s, gate_s, _, _, w_ready, ready, free, made = shared
+    w_s, x_in, p_in, x_s, p_s, gate_s, _, _, w_ready, ready, free, made, taken = shared
     grad_out, dropped, shift, x_hats, rstds, grad_gate, grad_product, d_i, d_j, N, tiles = work
     parts_s, stage_s = views
     dtype: gl.constexpr = w_s.dtype
@@ -105,28 +130,35 @@ def product_partition(
     l = gl.arange(0, TILE, gl.SliceLayout(1, wide))  # noqa: E741
     c = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
     n = gl.arange(0, STEP, gl.SliceLayout(0, some))
+    at = gl.arange(0, TILE, gl.SliceLayout(1, some))[:, None] * C + n[None, :]
     x_tile, p_tile = x_s.index(GROUP), p_s.index(GROUP).reshape([C, TILE]).permute((1, 0))
     mbarrier.wait(w_ready, 0)
     for turn in range(0, tiles_of(GROUP, tiles, 2)):
-        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
+        start = start_of(2 * turn + GROUP, tiles, FROM_END)
         rows = (start + l).to(gl.int64)[:, None]
         mbarrier.wait(ready.index(GROUP), turn & 1)
-        x_hat, rstd = normalize(x_tile.load(wide).to(gl.float32), EPS, C)
+        x_hat = x_in.index(GROUP).load(wide)
+        release(free.index(GROUP))
+        x_hat, rstd = normalize(x_hat.to(gl.float32), EPS, C)
         x_hat = x_hat.to(dtype)
         gl.store(x_hats + rows * (C + 8) + c, x_hat)
         gl.store(rstds + start + l, rstd)
         store_ones(x_hats, start, C)
+        # The copy engine has read the product's gradient of the tile before.
+        tma.store_wait(0)
         thread_barrier()
         x_tile.store(deal(x_hat, C, product))
-        p_hat, inverse = normalize(p_tile.load(left).to(gl.float32), EPS, C)
-        thread_barrier()
+        mbarrier.wait(ready.index(2 + GROUP), turn & 1)
+        p_hat = p_in.reshape([C, TILE]).permute((1, 0)).load(left)
+        release(free.index(2))
+        p_hat, inverse = normalize(p_hat.to(gl.float32), EPS, C)
+        mbarrier.wait(taken.index(GROUP), (turn & 1) ^ 1)
         p_tile.store(gl.convert_layout(p_hat.to(dtype), product))
         fence_async_shared()
         thread_barrier()
         grad = gl.zeros([TILE, C], gl.float32, product)
-        row = start + gl.arange(0, TILE, gl.SliceLayout(1, some))
         tile = grad_out + start.to(gl.int64) * C
-        at = gl.arange(0, TILE, gl.SliceLayout(1, some))[:, None] * C + n[None, :]
+        row = start + gl.arange(0, TILE, gl.SliceLayout(1, some))
         places = (row // N * d_i + row % N * d_j)[:, None] + n[None, :]
         for part in range(0, PARTS):
             gate = warpgroup_mma(x_tile, columns_of(w_s, part, STEP, C), zero, use_acc=False, is_async=True)
@@ -143,7 +175,8 @@ def product_partition(
             value = spread(value, STEP) + gl.load(shift + C + part * STEP + n)[None, :]
             of_gate = deal((upstream * (1.0 - gate) * value).to(dtype), STEP, narrow)
             above = deal(upstream.to(dtype), STEP, narrow)
-            grad = warpgroup_mma(gl.convert_layout(above, left), columns_of(t_s, part, C, STEP), grad, is_async=True)
+            of_part = w_s.index(PARTS + part).reshape([STEP, C])
+            grad = warpgroup_mma(gl.convert_layout(above, left), of_part, grad, is_async=True)
             parts_s.index(GROUP * PARTS + part).reshape([STEP, TILE]).permute((1, 0)).store(above)
             tma.store_wait(0)
             thread_barrier()
@@ -157,23 +190,22 @@ def product_partition(
         slope = (gl.sum(grad * hat, 1) / C)[:, None]
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, product))
         grad = inverse[:, None] * (grad - mean - hat * slope)
-        # The tile of x is not read any more.
+        # The normalised tile of x is not read any more.
         store_planes(grad_product, stage_s.index(GROUP), 0, start, grad.to(dtype), C)
-        tma.store_wait(0)
-        thread_barrier()
-        mbarrier.arrive(free.index(GROUP), count=1)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def triangle_output_weights_kernel_sm90(
-    x, product, w, w_t, grad_out, dropped, shift, x_hats, rstds, partial, grad_gate, grad_product, d_i, d_j, N, tiles,
-    C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr, EPS: gl.constexpr, REGISTERS: gl.constexpr,
-    OF_WEIGHTS: gl.constexpr,
+    x, product, w, grad_out, dropped, shift, x_hats, rstds, partial, grad_gate, grad_product, d_i, d_j, N, tiles,
+    C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr, EPS: gl.constexpr, FROM_END: gl.constexpr,
+    REGISTERS: gl.constexpr, OF_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """As `triangle_output_kernel_sm90`, x in the dtype of products; shift [2 C]: of gate, output; partial
-    [programs, C, C + 8], fp32."""
+    """As `triangle_output_kernel_sm90`, x in the dtype of products, w both ways; shift [2 C]: of gate, output; partial
+    [programs, C, C + 8], fp32. FROM_END: begins with the last tiles, which the kernel before may have read last."""
     w_s = gl.allocate_shared_memory(w.dtype, [2 * C // STEP, STEP // 32, 4, 4, 2, C], w.layout)
-    t_s = gl.allocate_shared_memory(w.dtype, [C // STEP, C // 32, 4, 4, 2, STEP], w_t.layout)
+    x_in = gl.allocate_shared_memory(x.dtype, [2, TILE, C], x.layout)
+    p_in = gl.allocate_shared_memory(product.dtype, [C // 32, 4, 4, 2, TILE], product.layout)
     x_s = gl.allocate_shared_memory(x.dtype, [2, TILE, C], x.layout)
     p_s = gl.allocate_shared_memory(product.dtype, [2, C // 32, 4, 4, 2, TILE], product.layout)
     gate_s = gl.allocate_shared_memory(product.dtype, [2, STEP // 32, 4, 4, 2, TILE], grad_gate.layout)
@@ -184,22 +216,24 @@ def triangle_output_weights_kernel_sm90(
     u_s = parts_s._reinterpret(product.dtype, [2, C // 32, 4, 4, 2, TILE], product.layout)
     stage_s = x_s._reinterpret(product.dtype, [2, C // 32, 4, 4, 2, TILE], product.layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
-    init_barriers(ready, 2)
-    init_barriers(free, 4)
+    init_barriers(ready, 4)
+    init_barriers(free, 3)
     init_barriers(made, 2)
-    shared = (w_s, t_s, x_s, p_s, gate_s, u_s, one_s, w_ready, ready, free, made)
+    init_barriers(taken, 2)
+    shared = (w_s, x_in, p_in, x_s, p_s, gate_s, u_s, one_s, w_ready, ready, free, made, taken)
     work = (grad_out, dropped, shift, x_hats, rstds, grad_gate, grad_product, d_i, d_j, N, tiles)
     views = (parts_s, stage_s)
     gl.warp_specialize(
         [
-            (product_partition, (shared, work, views, 0, C, STEP, HAS_DROPPED, EPS)),
-            (product_partition, (shared, work, views, 1, C, STEP, HAS_DROPPED, EPS)),
-            (weight_partition, (shared, partial, tiles, C)),
-            (load_partition, (shared, (x, product, w, w_t, tiles), C, STEP)),
+            (product_partition, (shared, work, views, 0, C, STEP, HAS_DROPPED, EPS, FROM_END)),
+            (product_partition, (shared, work, views, 1, C, STEP, HAS_DROPPED, EPS, FROM_END)),
+            (weight_partition, (shared, grad_out, partial, tiles, C, FROM_END)),
+            (load_partition, (shared, (x, product, w, tiles), C, STEP, FROM_END)),
         ],
         [4, 4, 1],
         [REGISTERS, OF_WEIGHTS, 24],

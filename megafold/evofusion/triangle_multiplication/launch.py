@@ -206,10 +206,10 @@ class Call:
             self._normalized = x_hat, rstd
             if self._dealt is not None and "of_weights" in config and self.x.dtype == self.dtype:
                 self._output_products = hopper.triangle_output_weights(
-                    self.x.flatten(0, 2), product[0].flatten(1), (self._dealt[0][4 * width :], self._dealt[1]),
-                    self._dealt[2], grad_out, self.dropped, self.strides[1:], self.size, x_hat, rstd,
-                    grads[0, 4 * width :].flatten(1), grad_product[0].flatten(1), **config,
-                )  # fmt: skip
+                    self.x.flatten(0, 2), product[0].flatten(1), self._dealt[0][4 * width :], self._dealt[2], grad_out,
+                    self.dropped, self.strides[1:], self.size, x_hat, rstd, grads[0, 4 * width :].flatten(1),
+                    grad_product[0].flatten(1), **config,
+                ).sum(0)  # fmt: skip
                 return grads, grad_product
             # Channels of the operands, whose gradients come later, have room for both.
             p_hat, upstream, _ = grads.flatten().split((pairs * (width + 8), pairs * width, pairs * (3 * width - 8)))
