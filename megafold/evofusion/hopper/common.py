@@ -70,6 +70,14 @@ def sigmoid(x):
 
 
 @gluon.jit
+def prefetch(pointers):
+    """Bring the lines that pointers point into to L2, and wait for none."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def tiles_of(group, tiles, GROUPS: gl.constexpr):
     """How many tiles a group of a program has; its k-th is the program's (group + GROUPS k)-th."""
     mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
