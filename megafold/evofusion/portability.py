@@ -158,8 +158,10 @@ KERNELS = {
 ROWS = ("x", "out", "copy", "grad", "other", "pre", "hidden", "gamma_bias", "bias", "grad_x", "grad_pre", "y", "grad_y")
 ROWS += ("w0", "w1", "gamma")
 FLAGS = {"COPY": True, "ONES": True, "SCALE": True, "OTHER": 1, "RESIDUAL": True, "HAS_BETA": True, "HAS_BIAS": True}
-THROUGH_NORM = ("weight", "gamma", "beta", "grad")
-SUMS = dict.fromkeys(("products", "sums", "shares"), "*fp32:16")
+FINISHED = ("weight0", "weight1", "gamma", "beta", "grad0", "grad1", "bias")
+SHARES = dict.fromkeys((f"{kind}{p}" for kind in ("products", "sums", "shares") for p in range(2)), "*fp32:16")
+NORMS = {"NORM0": True, "NORM1": True, "HAS_BETA": True, "HAS_BIAS": True, "TURNED0": False, "TURNED1": False}
+PREPARED = tuple(f"{kind}{p}" for kind in ("w", "out") for p in range(4))
 TRIANGLE_NORMS = {
     "triangle_fold": ("fold", ("w0", "w1", "gamma", "beta", "w"), {}),
     "triangle_normalize": ("normalize", ("x", "x_hat"), {"block_l": 32}),
@@ -217,9 +219,36 @@ FIXED = {
         ),
         {"num_warps": 8},
     ),
-    "through_norm": (
-        Kernel("weight_gradient", "through_norm_kernel", THROUGH_NORM, {**FLAGS, "BLOCK_C": 128}, SUMS, matrix=False),
-        {"block_o": 32},
+    **{
+        name: (
+            Kernel("weight_finish", "finish_kernel", FINISHED, {**NORMS, **flags, **blocks}, SHARES, matrix=False),
+            {"block_o": block_o},
+        )
+        for name, flags, blocks, block_o in (
+            ("finish", {"PARTS": 2}, {"BLOCK_S": 32, "BLOCK_C": 32}, 4),
+            ("finish_whole", {"PARTS": 1}, {"BLOCK_S": 1, "BLOCK_C": 128}, 32),
+        )
+    },
+    "finish_norm": (
+        Kernel(
+            "weight_finish",
+            "finish_norm_kernel",
+            ("grad_gamma", "grad_beta"),
+            {"BLOCK_S": 128, "BLOCK_C": 32},
+            {"shares": "*fp32:16"},
+            matrix=False,
+        ),
+        {},
+    ),
+    "prepare": (
+        Kernel(
+            "weights",
+            "prepare_kernel",
+            PREPARED,
+            {"COUNT": 4, "KIND0": 0, "KIND1": 1, "KIND2": 2, "KIND3": 1, "BLOCK": 32},
+            matrix=False,
+        ),
+        {},
     ),
     **{
         name: (Kernel("rows", f"{name}_kernel", (*ROWS, "residual"), {**FLAGS, "BLOCK_C": 1024}, matrix=False), config)

@@ -2,7 +2,7 @@
 
 Programs sum dy^T x_hat over their share of the rows; the shares are then added. From G = dy^T x_hat and s, the sum of
 dy over the rows, follow dW = G gamma + s beta, d(gamma) = sum_o W G and d(beta) = sum_o W s: the gradients of the
-LayerNorm's parameters cost nothing more, and x_hat is made anew from x.
+LayerNorm's parameters cost nothing more (`weight_finish`), and x_hat is made anew from x.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options
 from megafold.evofusion.tiles import normalize
+from megafold.evofusion.weight_finish import Part, gradients
 
-NORM_BLOCK = {"BLOCK_O": 32, "BLOCK_C": 128}
 MOST_OPERANDS = 4
-SUM_COLUMNS = 8
-"""Columns behind those of G; the first holds s. Eight keep the rows aligned."""
+SUM_COLUMNS = 16
+"""Columns behind those of G; the first holds s. Triton knows of strides whether 16 divides them."""
 
 
 @triton.jit
@@ -173,7 +173,7 @@ class Rows:
 
         Args:
             a: one operand, or up to four with the same distances, which x is read for together. columns: of each.
-            norm: normalise the rows of x. sums: also sum the rows of a; without, `finish` has no s.
+            norm: normalise the rows of x. sums: also sum the rows of a; without, there is no s.
         """
         operands = [a] if isinstance(a, Operand) else list(a)
         one, count = operands[0], len(operands)
@@ -190,15 +190,11 @@ class Rows:
             PRECISION=triton_support.float32_precision(), **options(self.config),
         )  # fmt: skip
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """G [outputs, inputs] and s [outputs, 1] in fp32."""
-        total = self.partial.flatten(0, 1).sum(0)
-        return total[:, : self.inputs], total[:, self.inputs : self.inputs + 1]
-
-    def part(self, weight: Tensor) -> Part:
-        """G and s of a weight that has all the rows."""
-        products, sums = self.finish()
-        return Part(weight, products, sums[:, 0])
+    def part(self, weight: Tensor, first: int = 0, *, normed: bool = True, turned: bool = False) -> Part:
+        """What was summed for a weight, from row `first` of the gradient on."""
+        last = first + weight.shape[1 if turned else 0]
+        shares = self.partial.flatten(0, 1)[:, first:last]
+        return Part(weight, shares[..., : self.inputs], shares[..., self.inputs], normed, turned)
 
 
 def product_over_rows(a: Tensor, x: Tensor) -> Tensor:
@@ -208,71 +204,18 @@ def product_over_rows(a: Tensor, x: Tensor) -> Tensor:
     return a.mT @ x
 
 
-@dataclass(frozen=True)
-class Part:
-    """A weight [O, C], and in fp32 its G [O, C] and s [O]."""
-
-    weight: Tensor
-    products: Tensor
-    sums: Tensor
-
-
-@triton.jit
-def through_norm_kernel(
-    products, sums, weight, gamma, beta, grad, shares, p_o, s_o, OUTPUTS, C,
-    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_BETA: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_O x BLOCK_C of a weight's gradient, and its share [2, C] of those of gamma and beta."""
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
-    g = tl.load(products + o[:, None] * p_o + c[None, :], mask=inside, other=0.0)
-    s = tl.load(sums + o * s_o, mask=o < OUTPUTS, other=0.0)
-    at = o[:, None] * C + c[None, :]
-    out = g * tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    if HAS_BETA:
-        out += s[:, None] * tl.load(beta + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    tl.store(grad + at, out.to(grad.dtype.element_ty), mask=inside)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    share = shares + tl.program_id(0) * 2 * C + c
-    tl.store(share, tl.sum(w * g, 0), mask=c < C)
-    tl.store(share + C, tl.sum(w * s[:, None], 0), mask=c < C)
-
-
-def gradients_through_norm(
-    parts: Sequence[Part], gamma: Tensor, beta: Tensor | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of weights behind one LayerNorm and of its parameters.
-
-    Returns:
-        For each weight its gradient; d(gamma) and, unless beta is None, d(beta); in the dtypes of the parameters.
-    """
-    width, block_o = gamma.shape[0], NORM_BLOCK["BLOCK_O"]
-    blocks = [ceil_div(part.weight.shape[0], block_o) for part in parts]
-    shares = torch.empty((sum(blocks), 2, width), device=gamma.device, dtype=torch.float32)
-    grads = [torch.empty_like(part.weight, memory_format=torch.contiguous_format) for part in parts]
-    for part, grad, share in zip(parts, grads, shares.split(blocks)):
-        through_norm_kernel[(share.shape[0], ceil_div(width, NORM_BLOCK["BLOCK_C"]))](
-            part.products, part.sums, part.weight.contiguous(), gamma, gamma if beta is None else beta, grad, share,
-            part.products.stride(0), part.sums.stride(0), part.weight.shape[0], width, HAS_BETA=beta is not None,
-            **NORM_BLOCK, num_warps=4,
-        )  # fmt: skip
-    norms = [share.sum(0).to(t.dtype) for share, t in zip(shares.unbind(1), (gamma, beta)) if t is not None]
-    return grads, norms
-
-
 def through_norm(
     products: Tensor, sums: Tensor, weights: Sequence[Tensor], gamma: Tensor, beta: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Gradients of weights, one below the other in `products`, and of the LayerNorm's parameters.
 
     Args:
-        products, sums: from `Rows.finish`, fp32. weights: as the parameters are.
+        products, sums: [O, C] and [O, 1], fp32. weights: as the parameters are.
 
     Returns:
         A gradient for each weight, d(gamma) and, unless beta is None, d(beta), in the dtypes of the parameters.
     """
     sizes = [weight.shape[0] for weight in weights]
     halves = zip(weights, products.split(sizes), sums.split(sizes))
-    grads, norms = gradients_through_norm([Part(w, g, s[:, 0]) for w, g, s in halves], gamma, beta)
-    return (*grads, *norms)
+    found = gradients([Part(w, g[None], s[None, :, 0]) for w, g, s in halves], gamma, beta)
+    return (*found.weights, *found.norms)

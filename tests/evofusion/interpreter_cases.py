@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megafold import triton_support
-from megafold.evofusion import cases, launch
+from megafold.evofusion import cases, launch, weight_finish, weights
 from megafold.evofusion.msa import outer_product
 from megafold.evofusion.transition import launch as transition_launch
 from megafold.evofusion.triangle_multiplication import joined
@@ -177,14 +177,58 @@ def folded_weights() -> list[CheckResult]:
     w, dealt, transposed, shift = joined.fold_all(weights, norms, torch.float32)
     plain = torch.cat([torch.cat(weights[:2]) * norms[0], weights[2] * norms[2]])
     beside = torch.cat([torch.cat(weights[:2]) @ norms[1], weights[2] @ norms[3]])
-
-    def deal(t):
-        return t.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)
-
     exact = {"w": (w, plain), "dealt": (dealt, deal(plain)), "transposed": (transposed, deal(plain[160:].mT))}
     results = [CheckResult(name, torch.equal(found, to), "") for name, (found, to) in exact.items()]
     return [*results, CheckResult("shift", torch.allclose(shift, beside, atol=1e-5), "")]
 
+
+def deal(t: Tensor) -> Tensor:
+    """Columns in the order in which the Hopper kernels want them."""
+    return t.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)
+
+
+def prepared_weights() -> list[CheckResult]:
+    """Weights of odd sizes in one launch: another dtype, transposed, dealt to a given place; one that is left alone."""
+    draw = cases.Draw(torch.float32, "cpu")
+    plain, turned, dealt = draw.normal(37, 70), draw.normal(33, 5), draw.normal(64, 40)
+    ready, place = draw.normal(3, 16).half(), torch.empty(2, 40, 64, dtype=torch.half)
+    wanted = plain, (turned, weights.TRANSPOSED), ready, (dealt, weights.DEALT, place[1])
+    found = weights.prepared(torch.half, *wanted)
+    exact = plain.half(), turned.half().mT, ready, deal(dealt.half().mT)
+    results = [CheckResult(f"{at}", torch.equal(a, b), "") for at, (a, b) in enumerate(zip(found, exact))]
+    results += [CheckResult("contiguous", all(t.is_contiguous() for t in found), "")]
+    same = found[2] is ready and found[3].data_ptr() == place[1].data_ptr()
+    return [*results, CheckResult("places", same, "")]
+
+
+def finished_sums() -> list[CheckResult]:
+    """Gradients from 70 shares of sums, of two weights with 9 and 33 rows; the second one is transposed in memory."""
+    draw, results = cases.Draw(torch.float32, "cpu"), []
+    gamma, beta, bias = draw.normal(48), draw.normal(48), draw.normal(9).half()
+    for second in (True, False):
+        first = weight_finish.Part(draw.normal(9, 48), draw.normal(70, 9, 64)[..., :48], draw.normal(70, 9))
+        products, sums = draw.normal(70, 33, 48), draw.normal(70, 33)
+        w = draw.normal(48, 33)
+        last = weight_finish.Part(w, products, sums, normed=second, turned=True)
+        found = weight_finish.gradients([first, last], gamma, beta, bias)
+        halves = [(p.products.double().sum(0), p.sums.double().sum(0)[:, None]) for p in (first, last)]
+        (g, s), (other_g, other_s) = halves
+        exact = {"first": g * gamma + s * beta, "bias": s[:, 0]}
+        exact["last"] = (other_g * gamma + other_s * beta if second else other_g).mT
+        exact["gamma"] = (first.weight * g).sum(0) + second * (w.mT * other_g).sum(0)
+        exact["beta"] = (first.weight * s).sum(0) + second * (w.mT * other_s).sum(0)
+        names = dict(zip(("first", "last", "bias", "gamma", "beta"), (*found.weights, found.bias, *found.norms)))
+        for name, value in names.items():
+            close = torch.allclose(value.double(), exact[name], rtol=1e-3 if name == "bias" else 1e-5, atol=1e-4)
+            results.append(CheckResult(f"{name} {second}", close and value.dtype != torch.double, ""))
+    return results
+
+
+BY_THEMSELVES = {
+    "folded weights": folded_weights,
+    "weights in other orders": prepared_weights,
+    "sums of shares": finished_sums,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -205,7 +249,8 @@ if __name__ == "__main__":
         results = in_budget(make(cases.Draw(torch.float16, "cpu")))
         found[f"{name} float16"] = [[r.name, r.ok, r.detail] for r in results]
     del launch.INTERPRETED["resident"], launch.INTERPRETED["joint"]
-    found["folded weights float32"] = [[r.name, r.ok, r.detail] for r in folded_weights()]
+    for name, check in BY_THEMSELVES.items():
+        found[f"{name} float32"] = [[r.name, r.ok, r.detail] for r in check()]
     for name in COMPILED:
         results = under_compile(CASES[name](cases.Draw(torch.float32, "cpu")))
         found[f"{name} compiled"] = [[r.name, r.ok, r.detail] for r in results]

@@ -23,7 +23,8 @@ def names() -> list[str]:
     fp32_alone = ast.literal_eval(assigned["FP32_ALONE"])
     cases = [key.value for key in assigned["CASES"].keys]
     plain = [f"{case} {dtype}" for case in cases for dtype in ("float32", "float16")[: 1 if case in fp32_alone else 2]]
-    plain += [f"{key.value} float16" for key in assigned["RESIDENT"].keys] + ["folded weights float32"]
+    plain += [f"{key.value} float16" for key in assigned["RESIDENT"].keys]
+    plain += [f"{key.value} float32" for key in assigned["BY_THEMSELVES"].keys]
     more = {"autocast": assigned["UNDER_AUTOCAST"], "compiled": assigned["COMPILED"]}
     return plain + [f"{case} {how}" for how, listed in more.items() for case in ast.literal_eval(listed)]
 

@@ -8,10 +8,12 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.conditioned import kernels
-from megafold.evofusion.launch import EPS, ceil_div, configuration, hopper_kernels, in_dtype, options, round_up
+from megafold.evofusion.launch import EPS, aligned, ceil_div, configuration, hopper_kernels, options, round_up
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import folded, normalized, normalized_gradient, whole_rows
-from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
+from megafold.evofusion.weight_finish import Part, gradients
+from megafold.evofusion.weight_gradient import Rows, by_rows, product_over_rows
+from megafold.evofusion.weights import DEALT, prepared
 
 
 def prepare(cond: Tensor, copy: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -76,15 +78,10 @@ def adaptive_norm_backward(
     run = _narrow_backward if is_narrow(width, cond.shape[1]) else _wide_backward
     weights = (cond_norm_weight, gamma_weight, gamma_bias, beta_weight)
     with triton_support.device_guard(x.device):
-        grad_x, grad_cond, products, sums = run(grad_out, x, cond, *weights, normed, pre, other_x, other_cond, dtype)
+        grad_x, grad_cond, parts = run(grad_out, x, cond, *weights, normed, pre, other_x, other_cond, dtype)
         # The LayerNorm has no shift, so that only the bias wants sums: those of gamma.
-        halves = zip((gamma_weight, beta_weight), products.split(width))
-        parts = [Part(weight, half, sums[:, 0]) for weight, half in halves]
-        (grad_gamma_weight, grad_beta_weight), (grad_cond_gamma,) = gradients_through_norm(
-            parts, cond_norm_weight, None
-        )
-    grad_gamma_bias = _column(sums, gamma_bias.dtype)
-    return grad_x, grad_cond, grad_cond_gamma, grad_gamma_weight, grad_gamma_bias, grad_beta_weight
+        found = gradients(parts, cond_norm_weight, None, gamma_bias)
+    return grad_x, grad_cond, found.norms[0], found.weights[0], found.bias, found.weights[1]
 
 
 def _narrow_backward(
@@ -94,18 +91,20 @@ def _narrow_backward(
     grad_x, grad_cond, grad_gate = torch.empty_like(x), torch.empty_like(cond), torch.empty_like(x, dtype=dtype)
     both = other_x is not None and other_cond is not None
     config, constants = _narrow("adaptive_norm_gradient", x, cond, dtype)
-    between = _between(gamma_weight, gamma_bias, beta_weight, dtype)
     fits = cond.shape == x.shape and grad_out.dtype == dtype
-    hopper = hopper_kernels(config, x, dtype, cond, grad_out, between[0]) if fits else None
+    hopper = hopper_kernels(config, x, dtype, cond, grad_out, gamma_weight) if fits else None
     if hopper:
         others = (other_x, other_cond) if both else (None, None)
-        inputs = grad_out, x, cond, cond_norm_weight, *between, *others
+        turned = x.new_empty((2 * width, width), dtype=dtype)
+        above, below = turned.split(width)
+        w_gamma, *_ = prepared(dtype, gamma_weight, (beta_weight, DEALT, above), (gamma_weight, DEALT, below))
+        inputs = grad_out, x, cond, cond_norm_weight, w_gamma, gamma_bias, turned, *others
         hopper.adaptive_norm_gradient(*inputs, grad_x, grad_cond, grad_gate, **config["gluon"])
     else:
         kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
-            grad_out, x, cond, cond_norm_weight, *between, *((other_x, other_cond) if both else (x, cond)), grad_x,
-            grad_cond, grad_gate, rows, EPS, BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants,
-            **options(config),
+            grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
+            *((other_x, other_cond) if both else (x, cond)), grad_x, grad_cond, grad_gate, rows, EPS,
+            BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants, **options(config),
         )  # fmt: skip
     if not both:
         for grad, other in ((grad_x, other_x), (grad_cond, other_cond)):
@@ -113,10 +112,9 @@ def _narrow_backward(
                 grad += other
     sums = Rows(1, 1, rows, 2 * width, cond.shape[1], x.device, dtype)
     source = by_rows(cond if normed is None else _flat(normed))
-    sums.add(by_rows(grad_gate), source, width, norm=normed is None)
-    sums.add(by_rows(grad_out.to(dtype)), source, width, width, norm=normed is None)
-    products, totals = sums.finish()
-    return grad_x, grad_cond, products, totals[:width]
+    operands = [by_rows(grad_gate), by_rows(aligned(grad_out.to(dtype)))]
+    sums.add(operands, source, width, norm=normed is None)
+    return grad_x, grad_cond, [sums.part(gamma_weight), sums.part(beta_weight, width)]
 
 
 def _wide_backward(
@@ -132,7 +130,8 @@ def _wide_backward(
     weights = folded((gamma_weight, beta_weight), cond_norm_weight, dtype)
     grad_cond = normalized_gradient(cond, grad_pre @ weights, other_cond)
     products, sums = _over_rows(grad_pre, _normed(cond, normed, dtype), cond.shape[1], width)
-    return grad_x, grad_cond, products, sums
+    halves = zip((gamma_weight, beta_weight), products.split(width))
+    return grad_x, grad_cond, [Part(weight, half[None], sums[None, :, 0]) for weight, half in halves]
 
 
 def condition_gate(
@@ -155,7 +154,7 @@ def condition_gate(
             out = torch.empty_like(y, dtype=out_dtype)
             config, constants = _narrow("condition_gate", y, cond, dtype)
             kernels.condition_gate_kernel[(ceil_div(rows, config["block_l"]),)](
-                y, cond, *in_dtype(dtype, weight), bias, y if residual is None else residual, out, rows,
+                y, cond, *prepared(dtype, weight), bias, y if residual is None else residual, out, rows,
                 BLOCK_O=min(config["block_o"], width), RESIDUAL=residual is not None, **constants, **options(config),
             )  # fmt: skip
             return out, y.new_empty(0, dtype=dtype)
@@ -183,19 +182,20 @@ def condition_gate_backward(
             grad_cond = torch.empty_like(cond)
             config, constants = _narrow("condition_gate_gradient", y, cond, dtype)
             kernels.condition_gate_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
-                grad_out, y, cond, *in_dtype(dtype, weight), bias, grad_y, grad_cond, grad_gate, rows,
+                grad_out, y, cond, *prepared(dtype, weight), bias, grad_y, grad_cond, grad_gate, rows,
                 BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip
             sums = Rows(1, 1, rows, width, depth, y.device, dtype)
             source = cond.to(dtype) if padded is None else _flat(padded)
             sums.add(by_rows(grad_gate), by_rows(source), width, norm=False)
-            products, totals = sums.finish()
+            found = gradients([sums.part(weight, normed=False)], bias=bias)
         else:
             grad_y, grad_gate = row_kernels.gated_gradient(grad_out, y, pre, bias)
             w = folded((weight,), None, dtype)
             grad_cond = (grad_gate @ w)[:, :depth].to(cond.dtype).contiguous()
             products, totals = _over_rows(grad_gate, _padded(cond, padded, dtype), depth, width)
-    return grad_y, grad_cond, products.to(weight.dtype).contiguous(), _column(totals, bias.dtype)
+            found = gradients([Part(weight, products[None], totals[None, :, 0], normed=False)], bias=bias)
+    return grad_y, grad_cond, *found.weights, found.bias
 
 
 def _over_rows(grads: Tensor, source: Tensor, depth: int, summed: int) -> tuple[Tensor, Tensor]:
@@ -228,17 +228,12 @@ def _padded(cond: Tensor, padded: Tensor | None, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _column(totals: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows] from [rows, 1], which may be a column of a wider tensor."""
-    return totals[:, 0].to(dtype).contiguous()
-
-
 def _flat(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1])
 
 
 def _between(gamma_weight: Tensor, gamma_bias: Tensor, beta_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    w_gamma, w_beta = in_dtype(dtype, gamma_weight, beta_weight)
+    w_gamma, w_beta = prepared(dtype, gamma_weight, beta_weight)
     return w_gamma, gamma_bias, w_beta
 
 

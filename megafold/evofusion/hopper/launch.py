@@ -52,13 +52,14 @@ def input_gradient(
 ) -> None:  # fmt: skip
     """Fill grad_x and normed [M, 128]: from gradients of 4 x 128 columns, in as many tensors or in one, and of heads.
 
-    w [512, 128]; grad_heads [M / length, number, length]; all but x, `other` and grad_x in the dtype of products.
+    w [128, 512], transposed; grad_heads [M / length, number, length]; all but x, `other` and grad_x in the dtype of
+    products.
     """
     tiles, grid = _work(x)
     step = WIDTH if len(grads) == 1 else 0
     blocks = [_rows(grad) for grad in grads] * (4 // len(grads))
     input_gradient_kernel_sm90[grid](
-        _rows(x), _dealt(w.mT.contiguous(), WIDTH), *blocks, gamma, x if other is None else other, grad_heads, w_heads,
+        _rows(x), _dealt(w, WIDTH), *blocks, gamma, x if other is None else other, grad_heads, w_heads,
         grad_x, normed, len(x), length, tiles, EPS, C=WIDTH, COUNT=len(blocks), WIDTH=WIDTH, STEP=step,
         HELD=4 // x.element_size(), HEADS=number, OTHER=other is not None, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
@@ -86,11 +87,11 @@ def transition_gradient(
 ) -> None:  # fmt: skip
     """Fill hidden [M, 256], grads [M, 512] and, with `copies`, upstream [M, 128]; gamma and beta are read with `norm`.
 
-    grad_out and x have the same dtype.
+    w_in [512, 128]; w_out [256, 128], transposed. grad_out and x have the same dtype.
     """
     tiles, grid = _work(x)
     transition_gradient_kernel_sm90[grid](
-        _rows(x), _rows(grad_out), _dealt(w_in, STEP), _dealt(w_out.mT.contiguous(), STEP), gamma, beta, hidden, grads,
+        _rows(x), _rows(grad_out), _dealt(w_in, STEP), _dealt(w_out, STEP), gamma, beta, hidden, grads,
         upstream, len(x), tiles, EPS, C=WIDTH, INNER=2 * WIDTH, STEP=STEP, NORM=norm, COPY=copies,
         SLOTS=4 // x.element_size(), REGISTERS=registers, num_warps=4,
     )  # fmt: skip
@@ -212,7 +213,7 @@ def triangle_both(
     tiles, grid = _work(x_hat)
     planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
     triangle_both_kernel_sm90[grid](
-        _rows(x_hat), planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
+        x_hat, planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
         tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual, REGISTERS=registers,
         num_warps=4,
     )  # fmt: skip
@@ -230,19 +231,20 @@ def has_heads(batch: int, length: int, number: int) -> bool:
 
 
 def adaptive_norm_gradient(
-    grad_out: Tensor, x: Tensor, cond: Tensor, cond_gamma: Tensor, w_gamma: Tensor, gamma_bias: Tensor, w_beta: Tensor,
+    grad_out: Tensor, x: Tensor, cond: Tensor, cond_gamma: Tensor, w_gamma: Tensor, gamma_bias: Tensor, both: Tensor,
     other_x: Tensor | None, other_cond: Tensor | None, grad_x: Tensor, grad_cond: Tensor, grad_gate: Tensor,
     registers: int,
 ) -> None:  # fmt: skip
-    """Fill grad_x, grad_cond and grad_gate, all rows of 128 as x and cond are; weights [128, 128].
+    """Fill grad_x, grad_cond and grad_gate, all rows of 128 as x and cond are; w_gamma [128, 128].
 
+    both [256, 128]: the weights of beta and of gamma, each transposed and its columns dealt (`weights.DEALT`).
     grad_out, the weights and grad_gate in the dtype of products; other_x and other_cond both or neither.
     """
     step, others = 32, other_x is not None
     tiles, grid = _work(x)
     adaptive_norm_gradient_kernel_sm90[grid](
         _part(x, step), _rows(cond), _part(grad_out, step), _dealt(w_gamma, step),
-        _dealt(_with_dealt_columns(w_beta.mT, w_gamma.mT), WIDTH, step), cond_gamma, gamma_bias,
+        _dealt(both, WIDTH, step), cond_gamma, gamma_bias,
         other_x if others else x, other_cond if others else cond, grad_x, grad_cond, grad_gate, len(x), tiles, EPS,
         C=WIDTH, STEP=step, HELD=4 // max(x.element_size(), cond.element_size()), OTHERS=others, REGISTERS=registers,
         num_warps=4,

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, hopper_kernels, in_dtype, options
+from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, hopper_kernels, options
 from megafold.evofusion.norm_project import kernels
-from megafold.evofusion.weight_gradient import Operand, Rows, by_rows, gradients_through_norm
+from megafold.evofusion.weight_finish import gradients
+from megafold.evofusion.weight_gradient import Operand, Rows, by_rows
+from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
 
 RESIDENT_BYTES = 1 << 17
 """Largest weights that a program keeps in shared memory."""
@@ -33,7 +35,8 @@ def forward(
     number = 0 if head_weight is None else head_weight.shape[0]
     rows = [x.new_empty((*x.shape[:-1], outputs) if p < count else (0,), dtype=dtype) for p in range(MOST)]
     heads = x.new_empty((batch, number, *x.shape[1:-1]) if number else (0,), dtype=dtype)
-    w, w_heads = _weights(weight, head_weight, x, dtype)
+    with triton_support.device_guard(x.device):
+        w, w_heads = _weights(weight, head_weight, dtype)
     config = configuration("norm_project", dtype, x.device)
     arguments = (x, norm_weight, x if norm_bias is None else norm_bias, w, x if bias is None else bias, w_heads)
     tiles = batch * ceil_div(length, config["block_l"])
@@ -80,12 +83,13 @@ def backward(
     if number:
         shape = (batch, number, *x.shape[1:-1])
         heads = x.new_zeros(shape, dtype=dtype) if grads[MOST] is None else grads[MOST].contiguous()
-    w, w_heads = _weights(weight, head_weight, x, dtype)
     config = configuration("norm_project_gradient", dtype, x.device)
     grad_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     hopper = hopper_kernels(config, x, dtype) if count == MOST and outputs == width else None
+    by_hopper = hopper and hopper.has_heads(batch, length, number)
     with triton_support.device_guard(x.device):
-        if hopper and hopper.has_heads(batch, length, number):
+        w, w_heads = _weights(weight, head_weight, dtype, TRANSPOSED if by_hopper else PLAIN)
+        if by_hopper:
             flat = [t.view(-1, width) for t in (x, grad_x, normed, *rows)]
             flat_other = None if other is None else other.view(-1, width)
             hopper.input_gradient(
@@ -107,32 +111,39 @@ def backward(
             columns = Operand(heads, number * length, 0, length, columns=True)
             sums.add(columns, by_rows(normed.view(batch, 1, length, width)), number)
             parts.append(sums.part(head_weight))
-        grad_weights, of_norm = gradients_through_norm(parts, norm_weight, norm_bias)
+        found = gradients(parts, norm_weight, norm_bias, bias)
     none = x.new_empty(0)
     return (
         grad_x,
-        of_norm[0],
-        none if norm_bias is None else of_norm[1],
-        none if weight is None else grad_weights[0],
-        none if bias is None else parts[0].sums.contiguous().to(bias.dtype),
-        grad_weights[-1] if number else none,
+        found.norms[0],
+        none if norm_bias is None else found.norms[1],
+        none if weight is None else found.weights[0],
+        none if bias is None else found.bias,
+        found.weights[-1] if number else none,
     )
 
 
+def takes_transposed(x: Tensor, outputs: int, dtype: torch.dtype) -> bool:
+    """Whether `input_gradient` for `outputs` columns wants the weight as [C, O]."""
+    config = configuration("norm_project_gradient", dtype, x.device)
+    return outputs == MOST * x.shape[-1] and hopper_kernels(config, x, dtype) is not None
+
+
 def input_gradient(
-    grad: Tensor, x: Tensor, norm_weight: Tensor, w: Tensor, other: Tensor | None, grad_x: Tensor, normed: Tensor
-) -> None:
+    grad: Tensor, x: Tensor, norm_weight: Tensor, w: Tensor, transposed: bool, other: Tensor | None, grad_x: Tensor,
+    normed: Tensor,
+) -> None:  # fmt: skip
     """Gradient of rows x [M, C] from that of one projection [M, O], plus `other`, into `grad_x`; `normed` like it.
 
-    All contiguous; w [O, C] in the dtype of products, which `grad` and `normed` have, too.
+    All contiguous; w [O, C], or [C, O] where `takes_transposed` says so, in the dtype of products, which `grad` and
+    `normed` have, too.
     """
     config = configuration("norm_project_gradient", w.dtype, x.device)
     length, width = x.shape
-    hopper = hopper_kernels(config, x, w.dtype, grad) if w.shape[0] == MOST * width else None
-    if hopper:
-        hopper.input_gradient(
+    if transposed:
+        hopper_kernels(config, x, w.dtype).input_gradient(
             [grad], x, norm_weight, w, x, x, other, grad_x, normed, 0, length, **config["gluon"]
-        )  # fmt: skip
+        )
         return
     pointers = (x, norm_weight, w, w, *[grad] * MOST, x, x if other is None else other, grad_x, normed)
     constants = _constants(config, width, w.shape[0], 1, 0) | {"OTHER": other is not None}
@@ -167,10 +178,13 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
     return batch, x.numel() // (batch * width), width
 
 
-def _weights(weight: Tensor | None, head_weight: Tensor | None, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """In the dtype of products; something of that dtype that is not read where one is missing."""
-    given = head_weight if weight is None else weight
-    return in_dtype(dtype, given if weight is None else weight, given if head_weight is None else head_weight)
+def _weights(
+    weight: Tensor | None, head_weight: Tensor | None, dtype: torch.dtype, kind: int = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """In the dtype of products, the first as `kind` says; one twice where the other is missing, which is not read."""
+    wanted = [(weight, kind)] * (weight is not None) + [(head_weight, PLAIN)] * (head_weight is not None)
+    found = prepared(dtype, *wanted)
+    return found[0], found[-1]
 
 
 def _constants(config: dict, width: int, outputs: int, count: int, heads: int) -> dict[str, object]:

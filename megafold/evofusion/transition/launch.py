@@ -17,15 +17,16 @@ from megafold.evofusion.launch import (
     ceil_div,
     configuration,
     hopper_kernels,
-    in_dtype,
     options,
     round_up,
 )
-from megafold.evofusion.norm_project.launch import input_gradient
+from megafold.evofusion.norm_project.launch import input_gradient, takes_transposed
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import padded
 from megafold.evofusion.transition import kernels
-from megafold.evofusion.weight_gradient import Part, Rows, by_rows, gradients_through_norm, product_over_rows
+from megafold.evofusion.weight_finish import Part, gradients
+from megafold.evofusion.weight_gradient import Rows, by_rows, product_over_rows
+from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
 
 RESIDENT_BYTES = 3 << 16
 """Largest weights that a program keeps in shared memory."""
@@ -51,7 +52,7 @@ def forward(
             return out, _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dtype, out)
         config, constants = _narrow("transition", x, norm_weight, in_weight, dtype)
         rows = x.numel() // x.shape[-1]
-        pointers = (x, *_vectors(x, norm_weight, norm_bias), *in_dtype(dtype, in_weight, out_weight), out)
+        pointers = (x, *_vectors(x, norm_weight, norm_bias), *prepared(dtype, in_weight, out_weight), out)
         wide = out_weight.shape[1] == 2 * x.shape[-1]
         hopper = hopper_kernels(config, x, dtype, *pointers[3:5]) if wide else None
         if hopper:
@@ -82,11 +83,12 @@ def backward(
         grad_x, of_in, grad_out_weight = run(
             grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
         )
-        if norm_weight is None:
-            grad_in = of_in.products.contiguous().to(in_weight.dtype)
-            grad_gamma, grad_beta = x.new_empty(0), x.new_empty(0)
+        if norm_weight is None and len(of_in.products) == 1:
+            grad_in, norms = of_in.products[0].contiguous().to(in_weight.dtype), None
         else:
-            (grad_in,), (grad_gamma, grad_beta) = gradients_through_norm([of_in], norm_weight, norm_bias)
+            found = gradients([of_in], norm_weight, norm_bias)
+            (grad_in,), norms = found.weights, found.norms
+    grad_gamma, grad_beta = norms or (x.new_empty(0), x.new_empty(0))
     return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.contiguous().to(out_weight.dtype)
 
 
@@ -114,12 +116,6 @@ def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config
     """One program a tile, or, where a configuration asks for it and they fit, one a multiprocessor with all weights."""
     tiles, constants, width = ceil_div(rows, config["block_l"]), constants | options(config), constants["C"]
     size = 3 * inner * width * pointers[4].element_size()
-    grad_out, x, w_in = *pointers[:2], pointers[4]
-    fits = inner == 2 * width and grad_out.dtype == x.dtype
-    hopper = hopper_kernels(config, x, w_in.dtype, grad_out, w_in) if fits else None
-    if hopper:
-        hopper.transition_gradient(*pointers, constants["NORM"], constants["COPY"], **config["gluon"])
-        return
     if config.get("resident") and inner & (inner - 1) == 0 and inner >= 32 and size <= RESIDENT_BYTES:
         programs = min(tiles, triton_support.multiprocessors(pointers[0].device))
         del constants["BLOCK_O"]
@@ -141,8 +137,14 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
     chunk = ceil_div(count, chunks)
     chunks = ceil_div(count, chunk)
     grad_x, norm = torch.empty_like(x), norm_weight is not None
-    w_in, w_out = in_dtype(dtype, in_weight, out_weight)
     config, constants = _narrow("transition_gradient", x, norm_weight, in_weight, dtype)
+    fits = inner == 2 * width and grad_out.dtype == x.dtype
+    hopper = hopper_kernels(config, x, dtype, grad_out, in_weight) if fits else None
+    transposed = norm and takes_transposed(x, 2 * inner, dtype)
+    w_in, w_out, *w_in_transposed = prepared(
+        dtype, in_weight, (out_weight, TRANSPOSED if hopper else PLAIN), *[(in_weight, TRANSPOSED)] * transposed
+    )
+    w_through = w_in_transposed[0] if transposed else w_in
     hidden = x.new_empty((chunk, inner), dtype=dtype)
     grads = x.new_empty((chunk, 2 * inner), dtype=dtype)
     copies = grad_out.dtype != dtype
@@ -156,18 +158,21 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
         source, upstream = normed if norm else x_rows[part], above if copies else grad_rows[part]
         vectors = _vectors(x, norm_weight, norm_bias)
         pointers = (grad_rows[part], x_rows[part], *vectors, w_in, w_out, hidden, grads, upstream)
-        _launch_gradient(pointers, size, inner, config, constants | {"COPY": copies})
+        if hopper:
+            hopper.transition_gradient(*pointers, norm, copies, **config["gluon"])
+        else:
+            _launch_gradient(pointers, size, inner, config, constants | {"COPY": copies})
         other = grad_rows[part] if residual else None
         grad_rows_x = grad_x.view(-1, width)[part]
         if norm:
-            input_gradient(grads[:size], x_rows[part], norm_weight, w_in, other, grad_rows_x, normed)
+            input_gradient(grads[:size], x_rows[part], norm_weight, w_through, transposed, other, grad_rows_x, normed)
         elif other is None:
             _multiply(grads[:size], w_in, grad_rows_x)
         else:
             torch.add(other, grads[:size] @ w_in, out=grad_rows_x)
         of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size, sums=norm)
         of_out.append(product_over_rows(upstream[:size], hidden[:size]))
-    return grad_x, of_in.part(in_weight), of_out[0] if chunks == 1 else torch.stack(of_out).sum(0)
+    return grad_x, of_in.part(in_weight, normed=norm), of_out[0] if chunks == 1 else torch.stack(of_out).sum(0)
 
 
 def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -250,7 +255,7 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     if norm:
         sums = torch.cat([half[:inner] for half in grad_pre.sum(0, dtype=torch.float32).chunk(2)])
         products = products.float()
-    of_in = Part(in_weight, products, sums)
+    of_in = Part(in_weight, products[None], sums[None], norm)
     grad = grad_pre @ w_in
     if norm:
         grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)
