@@ -146,7 +146,7 @@ class Emulator:
         known |= {"fence_async_shared": lambda: None, "warpgroup_mma": self._product}
         known |= {"warpgroup_mma_wait": lambda outstanding, deps: deps[0] if len(deps) == 1 else deps}
         known |= {"sigmoid": lambda x: 1 / (1 + np.exp(-x)), "widen": lambda x: x}
-        known |= {"prefetch": lambda pointers: None}
+        known |= {"prefetch": lambda pointers: pointers.flat[np.asarray(pointers.offset)]}
         self.functions = {}
         for module in modules:
             for name, value in vars(module).items():

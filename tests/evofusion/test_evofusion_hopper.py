@@ -213,7 +213,7 @@ def test_triangle_input(draw):
 
 
 @pytest.mark.parametrize("programs", [3, 4])
-@pytest.mark.parametrize(("step", "stages"), [(64, 2), (32, 4)])
+@pytest.mark.parametrize(("step", "stages"), [(64, 2), (64, 3), (32, 6)])
 def test_triangle_both(draw, step, stages, programs):
     """22 tiles: programs with as many for both groups, and with one more for the first."""
     pairs = 1408
@@ -224,7 +224,7 @@ def test_triangle_both(draw, step, stages, programs):
     hat = norm(x_)
     planes = Descriptor(grads, grads.shape, (pairs, 1), (step, TILE))
     EMULATOR.launch(
-        triangle_both.triangle_both_kernel_sm90, programs, rows(padded_rows(hat.detach().float().numpy())), planes,
+        triangle_both.triangle_both_kernel_sm90, programs, *pointer(padded_rows(hat.detach().float().numpy())), planes,
         rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x), pairs // TILE,
         STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, **FIXED,
     )  # fmt: skip

@@ -91,8 +91,8 @@ KERNELS = {
     ),
     "triangle_both": (
         triangle_both_kernel_sm90,
-        {"x_hat": ROWS, "w": MATRIX, "grads": [64, 64]},
-        {"C": 128, "STEP": 64, "STAGES": 2, "HAS_MASK": True, "RESIDUAL": True},
+        {"w": MATRIX, "grads": [64, 64]},
+        {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True},
     ),
 }
 ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient", "triangle_both")

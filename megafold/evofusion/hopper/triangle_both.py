@@ -24,39 +24,53 @@ from megafold.evofusion.hopper.common import (
     TILE,
     deal,
     init_barriers,
+    prefetch,
     sigmoid,
     spread,
     tiles_of,
     wide_layout,
 )
-from megafold.gluon_barriers import release, thread_barrier
+from megafold.gluon_barriers import thread_barrier
 
 
 @gluon.jit
-def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr):
-    w_s, x_s, g_s, _, w_ready, ready, free, x_ready, x_free = shared
-    x_hat, grads, w, tiles = loads
+def prefetch_rows(source, start, PITCH: gl.constexpr):
+    """A tile of rows in 16 bit, to L2, by one warp: lines of 128 bytes, some of the last perhaps more than once."""
+    LINES: gl.constexpr = TILE * PITCH // 64
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    for first in range(0, LINES, 32):
+        line = lane + first
+        line = gl.where(line < LINES, line, LINES - 1)
+        prefetch(source + start.to(gl.int64) * PITCH + line * 64)
+
+
+@gluon.jit
+def load_partition(
+    shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+):  # fmt: skip
+    """Keeps the stages of one group filled, and has what it reads by itself on the way to L2."""
+    w_s, g_s, _, w_ready, ready, free = shared
+    x_hat, grads, w, grad_out, tiles = loads
     OPERANDS: gl.constexpr = 2 * C // STEP
     PARTS: gl.constexpr = 3 * C // STEP
-    mbarrier.expect(w_ready, 5 * C // STEP * w.block_type.nbytes)
-    for part in range(0, 5 * C // STEP):
-        tma.async_copy_global_to_shared(w, [part * STEP, 0], w_ready, w_s.index(part))
-    for turn in range(0, tiles_of(0, tiles, 2)):
-        for part in range(0, PARTS):
-            # Gradients of the operands, then that of the output's gate, behind those that are written.
-            channel = part * STEP + gl.where(part < OPERANDS, 0, 2 * C)
-            for group in gl.static_range(2):
-                start = (gl.program_id(0) + (2 * turn + group) * gl.num_programs(0)) * TILE
-                if start < tiles * TILE:
-                    if part == 0:
-                        mbarrier.wait(x_free, group ^ 1)
-                        mbarrier.expect(x_ready.index(group), x_hat.block_type.nbytes)
-                        tma.async_copy_global_to_shared(x_hat, [start, 0], x_ready.index(group), x_s)
-                    at = turn * PARTS + part
-                    stage = group * STAGES + at % STAGES
-                    mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
-                    mbarrier.expect(ready.index(stage), grads.block_type.nbytes)
-                    tma.async_copy_global_to_shared(grads, [channel, start], ready.index(stage), g_s.index(stage))
+    if GROUP == 0:
+        mbarrier.expect(w_ready, 5 * C // STEP * w.block_type.nbytes)
+        for part in range(0, 5 * C // STEP):
+            tma.async_copy_global_to_shared(w, [part * STEP, 0], w_ready, w_s.index(part))
+    for at in range(0, tiles_of(GROUP, tiles, 2) * PARTS):
+        turn, part = at // PARTS, at % PARTS
+        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
+        if part == 0:
+            prefetch_rows(x_hat, start, C + 8)
+            if RESIDUAL:
+                prefetch_rows(grad_out, start, C)
+        # Gradients of the operands, then that of the output's gate, behind those that are written.
+        channel = part * STEP + gl.where(part < OPERANDS, 0, 2 * C)
+        stage = GROUP * STAGES + at % STAGES
+        mbarrier.wait(free.index(stage), ((at // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), grads.block_type.nbytes)
+        tma.async_copy_global_to_shared(grads, [channel, start], ready.index(stage), g_s.index(stage))
 
 
 @gluon.jit
@@ -64,8 +78,8 @@ def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    w_s, x_s, g_s, gate_s, w_ready, ready, free, x_ready, x_free = shared
-    grads, shift, mask, rstd, grad_out, grad_x, tiles = work
+    w_s, g_s, gate_s, w_ready, ready, free = shared
+    x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles = work
     dtype: gl.constexpr = w_s.dtype
     OPERANDS: gl.constexpr = 2 * C // STEP
     PARTS: gl.constexpr = 3 * C // STEP
@@ -81,9 +95,7 @@ def product_partition(
     mbarrier.wait(w_ready, 0)
     for turn in range(0, tiles_of(GROUP, tiles, 2)):
         start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
-        mbarrier.wait(x_ready.index(GROUP), turn & 1)
-        hat = x_s.load(wide)
-        release(x_free)
+        hat = gl.load(x_hat + (start + l).to(gl.int64)[:, None] * (C + 8) + c)
         hat = gl.convert_layout(deal(hat, C, product), left)
         if HAS_MASK:
             pairs = start + gl.arange(0, TILE, gl.SliceLayout(1, narrow))
@@ -120,6 +132,11 @@ def product_partition(
             tma.async_copy_shared_to_global(grads, [part * STEP, start], g_s.index(stage))
             tma.async_copy_shared_to_global(grads, [(OPERANDS + part) * STEP, start], gate_s.index(GROUP))
             grad = warpgroup_mma_wait(0, [grad])
+        # What comes behind the last products is on its way during these.
+        places = (start + l).to(gl.int64)[:, None] * C + c
+        scale = gl.load(rstd + start + l)
+        if RESIDUAL:
+            above = gl.load(grad_out + places)
         for part in range(OPERANDS, PARTS):
             at = turn * PARTS + part
             stage = GROUP * STAGES + at % STAGES
@@ -137,10 +154,9 @@ def product_partition(
         hat = spread(gl.convert_layout(hat, product), C).to(gl.float32)
         mean = gl.sum(grad, 1) / C
         slope = gl.sum(grad * hat, 1) / C
-        grad = gl.load(rstd + start + l)[:, None] * (grad - mean[:, None] - hat * slope[:, None])
-        places = (start + l).to(gl.int64)[:, None] * C + c
+        grad = scale[:, None] * (grad - mean[:, None] - hat * slope[:, None])
         if RESIDUAL:
-            grad += gl.load(grad_out + places).to(gl.float32)
+            grad += above.to(gl.float32)
         gl.store(grad_x + places, grad.to(grad_x.dtype.element_ty))
     tma.store_wait(0)
 
@@ -151,30 +167,27 @@ def triangle_both_kernel_sm90(
     C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors: x_hat [M, C or more]; grads [5 C, M], see `triangle_multiplication.kernels`; w [5 C, C] with dealt
-    columns. shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles."""
+    """Descriptors: grads [5 C, M], see `triangle_multiplication.kernels`; w [5 C, C] with dealt columns. x_hat
+    [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles."""
     w_s = gl.allocate_shared_memory(w.dtype, [5 * C // STEP, STEP, C], w.layout)
-    x_s = gl.allocate_shared_memory(x_hat.dtype, [TILE, C], x_hat.layout)
     g_s = gl.allocate_shared_memory(grads.dtype, [2 * STAGES, STEP, TILE], grads.layout)
     gate_s = gl.allocate_shared_memory(grads.dtype, [2, STEP, TILE], grads.layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    x_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    x_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
-    mbarrier.init(x_free, count=1)
     init_barriers(ready, 2 * STAGES)
     init_barriers(free, 2 * STAGES)
-    init_barriers(x_ready, 2)
-    shared = (w_s, x_s, g_s, gate_s, w_ready, ready, free, x_ready, x_free)
-    work = (grads, shift, mask, rstd, grad_out, grad_x, tiles)
+    shared = (w_s, g_s, gate_s, w_ready, ready, free)
+    loads = (x_hat, grads, w, grad_out, tiles)
+    work = (x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles)
     gl.warp_specialize(
         [
             (product_partition, (shared, work, 0, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
             (product_partition, (shared, work, 1, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
-            (load_partition, (shared, (x_hat, grads, w, tiles), C, STEP, STAGES)),
+            (load_partition, (shared, loads, 0, C, STEP, STAGES, RESIDUAL)),
+            (load_partition, (shared, loads, 1, C, STEP, STAGES, RESIDUAL)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
     )
