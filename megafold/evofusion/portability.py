@@ -229,6 +229,17 @@ FIXED = {
             ("finish_whole", {"PARTS": 1}, {"BLOCK_S": 1, "BLOCK_C": 128}, 32),
         )
     },
+    "two_weight_gradients": (
+        Kernel(
+            "weight_gradient",
+            "two_weight_gradients_kernel",
+            ("a0", "a1", "a2", "a3", "x", "other_a", "other_x"),
+            {"COUNT": 4, "OTHER_BLOCK_O": 64, "BLOCK_C": "width", "EVEN_O": True, "OTHER_EVEN_O": False, "FLAT": True}
+            | {"OTHER_FLAT": True, "SUMS": True, "OTHER_SUMS": True, "OTHER_A_COLUMNS": True},
+            {"partial": "*fp32:16", "other_partial": "*fp32:16"},
+        ),
+        {"block_l": 64, "block_o": 64},
+    ),
     "finish_norm": (
         Kernel(
             "weight_finish",
@@ -319,6 +330,8 @@ def cases(full: bool = False) -> Iterator[Case]:
                     for width in (16, 64, 128) if full else (128,):
                         yield Case(arch, kernel, dtype, width, config)
         if arch == "sm_90":
+            config = triton_support.shipped_table("evofusion", arch)["configs"]["weight_gradient"]["16"]
+            yield Case(arch, "two_weight_gradients", "bf16", 128, config)
             for kernel in (name for name, entry in KERNELS.items() if entry.resident):
                 yield Case(arch, kernel, "bf16", 128, RESIDENT)
         if full or arch in ("sm_80", "gfx90a"):

@@ -26,30 +26,13 @@ SUM_COLUMNS = 16
 
 
 @triton.jit
-def weight_gradient_kernel(
-    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
-    GROUPS, L, tiles, splits, blocks_each, blocks_c, OUTPUTS, C, eps,
-    COUNT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
-    FLAT: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _over_rows(
+    a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits, first, o_start, c_start,
+    OUTPUTS, C, eps,
+    BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr, FLAT: tl.constexpr,
+    NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_O x BLOCK_C of G of one of COUNT operands a, over every `splits`-th tile of rows.
-
-    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS. FLAT: one group.
-    """
-    pid = tl.program_id(0)
-    block_o = pid % (COUNT * blocks_each)
-    c_start = (pid // (COUNT * blocks_each) % blocks_c) * BLOCK_C
-    split = pid // (COUNT * blocks_each * blocks_c)
-    operand = block_o // blocks_each
-    o_start = (block_o % blocks_each) * BLOCK_O
-    a = a0
-    if COUNT > 1:
-        a = tl.where(operand == 1, a1, a)
-    if COUNT > 2:
-        a = tl.where(operand == 2, a2, a)
-    if COUNT > 3:
-        a = tl.where(operand == 3, a3, a)
+    """BLOCK_O x BLOCK_C of G, to row `first` + o_start of `partial`, over every `splits`-th tile of rows."""
     o = tl.arange(0, BLOCK_O)
     c = c_start + tl.arange(0, BLOCK_C)
     at = tl.arange(0, BLOCK_L)
@@ -97,10 +80,83 @@ def weight_gradient_kernel(
         acc = tl.dot(a_tile, x_tile, acc, input_precision=PRECISION)
         if SUMS:
             sums = tl.dot(a_tile, ones.to(a_tile.dtype), sums, input_precision=PRECISION)
-    rows = partial + split.to(tl.int64) * p_split + (operand * OUTPUTS + o_start + o) * p_o
+    rows = partial + split.to(tl.int64) * p_split + (first + o_start + o) * p_o
     tl.store(rows[:, None] + c[None, :], acc, mask=known[:, None])
     if SUMS and c_start == 0:
         tl.store(rows + C, tl.sum(sums, 1), mask=known)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
+    GROUPS, L, tiles, splits, blocks_each, blocks_c, OUTPUTS, C, eps,
+    COUNT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
+    FLAT: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_O x BLOCK_C of G of one of COUNT operands a, over every `splits`-th tile of rows.
+
+    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS. FLAT: one group.
+    """
+    pid = tl.program_id(0)
+    block_o = pid % (COUNT * blocks_each)
+    c_start = (pid // (COUNT * blocks_each) % blocks_c) * BLOCK_C
+    split = pid // (COUNT * blocks_each * blocks_c)
+    operand = block_o // blocks_each
+    o_start = (block_o % blocks_each) * BLOCK_O
+    a = _operand(a0, a1, a2, a3, operand, COUNT)
+    _over_rows(
+        a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits, operand * OUTPUTS,
+        o_start, c_start, OUTPUTS, C, eps, BLOCK_L, BLOCK_O, BLOCK_C, EVEN_O, FLAT, NORM, SUMS, A_COLUMNS, X_COLUMNS,
+        PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def two_weight_gradients_kernel(
+    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, blocks_each, OUTPUTS,
+    other_a, other_x, other_partial, other_a_b, other_a_i, other_a_s, other_x_b, other_x_i, other_x_s, other_p_split,
+    other_p_o, OTHER_GROUPS, OTHER_L, other_tiles, other_blocks, OTHER_OUTPUTS, splits, C, eps,
+    COUNT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, OTHER_BLOCK_O: tl.constexpr,
+    BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr, OTHER_EVEN_O: tl.constexpr, FLAT: tl.constexpr,
+    OTHER_FLAT: tl.constexpr, SUMS: tl.constexpr, OTHER_SUMS: tl.constexpr, OTHER_A_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`weight_gradient_kernel` for two sums at once, each of its own rows and of BLOCK_C = C columns.
+
+    Programs of both go through the rows together, so that one reads from the cache what another has read.
+    """
+    pid = tl.program_id(0)
+    blocks = COUNT * blocks_each + other_blocks
+    block_o = pid % blocks
+    split = pid // blocks
+    if block_o < COUNT * blocks_each:
+        operand = block_o // blocks_each
+        a = _operand(a0, a1, a2, a3, operand, COUNT)
+        _over_rows(
+            a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits,
+            operand * OUTPUTS, (block_o % blocks_each) * BLOCK_O, 0, OUTPUTS, C, eps, BLOCK_L, BLOCK_O, BLOCK_C, EVEN_O,
+            FLAT, False, SUMS, False, False, PRECISION,
+        )  # fmt: skip
+    else:
+        _over_rows(
+            other_a, other_x, other_partial, other_a_b, other_a_i, other_a_s, other_x_b, other_x_i, other_x_s,
+            other_p_split, other_p_o, OTHER_GROUPS, OTHER_L, other_tiles, split, splits, 0,
+            (block_o - COUNT * blocks_each) * OTHER_BLOCK_O, 0, OTHER_OUTPUTS, C, eps, BLOCK_L, OTHER_BLOCK_O, BLOCK_C,
+            OTHER_EVEN_O, OTHER_FLAT, False, OTHER_SUMS, OTHER_A_COLUMNS, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _operand(a0, a1, a2, a3, operand, COUNT: tl.constexpr):
+    a = a0
+    if COUNT > 1:
+        a = tl.where(operand == 1, a1, a)
+    if COUNT > 2:
+        a = tl.where(operand == 2, a2, a)
+    if COUNT > 3:
+        a = tl.where(operand == 3, a3, a)
+    return a
 
 
 @dataclass(frozen=True)
@@ -129,7 +185,8 @@ def by_rows(x: Tensor) -> Operand:
 class Rows:
     """How the rows of one call are grouped, and partial sums over them of gradients of `outputs` x `inputs` weights.
 
-    More calls of `add` with other columns, or with other rows (then `shares` > 1), fill the same partial sums.
+    More calls of `add` with other columns, or with other rows (then `shares` > 1), fill the same partial sums. For
+    `add_together`, `beside` are the outputs of the other sums, and those have as many `splits` as these.
     """
 
     batch: int
@@ -140,18 +197,25 @@ class Rows:
     device: torch.device
     dtype: torch.dtype
     shares: int = 1
+    beside: int = 0
+    splits: int = 0
 
     def __post_init__(self) -> None:
         self.config = configuration("weight_gradient", self.dtype, self.device)
         self.block_l = self.config["block_l"]
-        tiles = self._tiles(self.length)
+        tiles = self.tiles(self.length)
         programs = self.config.get("programs", 2) * triton_support.multiprocessors(self.device)
-        self.splits = max(1, min(programs // self._blocks(self.outputs, self.config["block_o"]), tiles))
+        if self.outputs < self.config["block_o"]:
+            # As few programs add the shares later: not more of them than keep the memory busy.
+            programs = min(programs, triton_support.multiprocessors(self.device))
+        blocks = self._blocks(self.outputs + self.beside, self.config["block_o"])
+        self.splits = self.splits or max(1, min(programs // blocks, tiles))
         self.partial = torch.empty(
             (self.shares, self.splits, self.outputs, self.inputs + SUM_COLUMNS), device=self.device, dtype=torch.float32
         )
 
-    def _tiles(self, length: int) -> int:
+    def tiles(self, length: int) -> int:
+        """Tiles of all groups of that many rows."""
         return self.batch * self.groups * ceil_div(length, self.block_l)
 
     def _blocks(self, columns: int, block_o: int) -> int:
@@ -184,7 +248,7 @@ class Rows:
         weight_gradient_kernel[(count * blocks_o * blocks_c * self.splits,)](
             *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), x.tensor, partial,
             one.b, one.i, one.step, x.b, x.i, x.step, partial.stride(0), partial.stride(1), self.groups, length,
-            self._tiles(length), self.splits, blocks_o, blocks_c, columns, self.inputs, EPS, COUNT=count,
+            self.tiles(length), self.splits, blocks_o, blocks_c, columns, self.inputs, EPS, COUNT=count,
             BLOCK_L=self.block_l, BLOCK_O=block_o, BLOCK_C=block_c, EVEN_O=columns % block_o == 0, FLAT=groups == 1,
             NORM=norm, SUMS=sums, A_COLUMNS=one.columns, X_COLUMNS=x.columns,
             PRECISION=triton_support.float32_precision(), **options(self.config),
@@ -195,6 +259,46 @@ class Rows:
         last = first + weight.shape[1 if turned else 0]
         shares = self.partial.flatten(0, 1)[:, first:last]
         return Part(weight, shares[..., : self.inputs], shares[..., self.inputs], normed, turned)
+
+
+def runs_together(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a configuration asks for two sums in one launch."""
+    return bool(configuration("weight_gradient", dtype, device).get("joint"))
+
+
+@dataclass(frozen=True)
+class Term:
+    """What `Rows.add` is given, for `add_together`."""
+
+    rows: Rows
+    a: Operand | Sequence[Operand]
+    x: Operand
+    columns: int
+    sums: bool = True
+
+
+def add_together(term: Term, other: Term, share: int = 0, length: int = 0) -> None:
+    """Both sums in one launch; `other` has one operand. C is that of both, at most 128, and so are the splits."""
+    operands = [term.a] if isinstance(term.a, Operand) else list(term.a)
+    one, two, rows, count = operands[0], other.a, term.rows, len(operands)
+    block_o = max(16, min(rows.config["block_o"], 1 << (term.columns - 1).bit_length()))
+    # Not less for a few heads: with blocks of 16 rows the products want twice the registers.
+    other_block_o = rows.config["block_o"]
+    blocks_o, other_blocks_o = ceil_div(term.columns, block_o), ceil_div(other.columns, other_block_o)
+    partial, other_partial = rows.partial[share], other.rows.partial[share]
+    lengths = length or rows.length, length or other.rows.length
+    two_weight_gradients_kernel[((count * blocks_o + other_blocks_o) * rows.splits,)](
+        *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), term.x.tensor, partial,
+        one.b, one.i, one.step, term.x.b, term.x.i, term.x.step, partial.stride(0), partial.stride(1), rows.groups,
+        lengths[0], rows.tiles(lengths[0]), blocks_o, term.columns, two.tensor, other.x.tensor, other_partial, two.b,
+        two.i, two.step, other.x.b, other.x.i, other.x.step, other_partial.stride(0), other_partial.stride(1),
+        other.rows.groups, lengths[1], other.rows.tiles(lengths[1]), other_blocks_o, other.columns, rows.splits,
+        rows.inputs, EPS, COUNT=count, BLOCK_L=rows.block_l, BLOCK_O=block_o, OTHER_BLOCK_O=other_block_o,
+        BLOCK_C=rows.inputs, EVEN_O=term.columns % block_o == 0, OTHER_EVEN_O=other.columns % other_block_o == 0,
+        FLAT=rows.batch * rows.groups == 1, OTHER_FLAT=other.rows.batch * other.rows.groups == 1, SUMS=term.sums,
+        OTHER_SUMS=other.sums, OTHER_A_COLUMNS=two.columns, PRECISION=triton_support.float32_precision(),
+        **options(rows.config),
+    )  # fmt: skip
 
 
 def product_over_rows(a: Tensor, x: Tensor) -> Tensor:

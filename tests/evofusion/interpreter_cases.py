@@ -144,6 +144,7 @@ RESIDENT = {
         d, (2, 5, 7), 16, outputs=32, count=2, heads=3
     ),
     "transition with weights in shared memory": lambda d: cases.transition_case(d, (37,), 16, 32),
+    "transition in chunks, sums together": lambda d: cases.transition_case(d, (3, 17), 32, norm=False),
     "triangle multiplication, small kernels joined": lambda d: cases.triangle_multiplication_case(
         d, 5, 16, batch=2, mix="incoming", masked=True
     ),

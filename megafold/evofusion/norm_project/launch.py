@@ -8,8 +8,8 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.launch import EPS, aligned, block, ceil_div, configuration, hopper_kernels, options
 from megafold.evofusion.norm_project import kernels
-from megafold.evofusion.weight_finish import gradients
-from megafold.evofusion.weight_gradient import Operand, Rows, by_rows
+from megafold.evofusion.weight_finish import Part, gradients
+from megafold.evofusion.weight_gradient import Operand, Rows, Term, add_together, by_rows, runs_together
 from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
 
 RESIDENT_BYTES = 1 << 17
@@ -101,16 +101,7 @@ def backward(
             pointers = (x, norm_weight, w, w_heads, *rows, *[x] * (MOST - count), heads, added, grad_x, normed)
             constants = _constants(config, width, outputs, count, number) | {"OTHER": other is not None}
             _launch_gradient(pointers, batch, length, config, constants)
-        parts = []
-        if count:
-            sums = Rows(1, 1, batch * length, weight.shape[0], width, x.device, dtype)
-            sums.add([by_rows(grad.view(-1, outputs)) for grad in rows], by_rows(normed.view(-1, width)), outputs)
-            parts.append(sums.part(weight))
-        if number:
-            sums = Rows(batch, 1, length, number, width, x.device, dtype)
-            columns = Operand(heads, number * length, 0, length, columns=True)
-            sums.add(columns, by_rows(normed.view(batch, 1, length, width)), number)
-            parts.append(sums.part(head_weight))
+        parts = _sums(rows, heads, normed, weight, head_weight, (batch, length, outputs, number), dtype)
         found = gradients(parts, norm_weight, norm_bias, bias)
     none = x.new_empty(0)
     return (
@@ -121,6 +112,31 @@ def backward(
         none if bias is None else found.bias,
         found.weights[-1] if number else none,
     )
+
+
+def _sums(
+    grads: list[Tensor], heads: Tensor, normed: Tensor, weight: Tensor | None, head_weight: Tensor | None,
+    sizes: tuple[int, int, int, int], dtype: torch.dtype,
+) -> list[Part]:  # fmt: skip
+    """What the gradients of the weights follow from; `sizes`: structures, rows of each, columns of grads and heads."""
+    (batch, length, outputs, number), width, device = sizes, normed.shape[-1], normed.device
+    together = grads and number and runs_together(dtype, device)
+    terms = []
+    if grads:
+        sums = Rows(1, 1, batch * length, weight.shape[0], width, device, dtype, beside=number if together else 0)
+        source = by_rows(normed.view(-1, width))
+        terms.append(Term(sums, [by_rows(grad.view(-1, outputs)) for grad in grads], source, outputs))
+    if number:
+        splits = terms[0].rows.splits if together else 0
+        sums = Rows(batch, 1, length, number, width, device, dtype, splits=splits)
+        columns = Operand(heads, number * length, 0, length, columns=True)
+        terms.append(Term(sums, columns, by_rows(normed.view(batch, 1, length, width)), number))
+    if together:
+        add_together(*terms)
+    else:
+        for term in terms:
+            term.rows.add(term.a, term.x, term.columns)
+    return [term.rows.part(w) for term, w in zip(terms, [w for w in (weight, head_weight) if w is not None])]
 
 
 def takes_transposed(x: Tensor, outputs: int, dtype: torch.dtype) -> bool:

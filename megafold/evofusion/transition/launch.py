@@ -25,7 +25,7 @@ from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import padded
 from megafold.evofusion.transition import kernels
 from megafold.evofusion.weight_finish import Part, gradients
-from megafold.evofusion.weight_gradient import Rows, by_rows, product_over_rows
+from megafold.evofusion.weight_gradient import Rows, Term, add_together, by_rows, product_over_rows, runs_together
 from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
 
 RESIDENT_BYTES = 3 << 16
@@ -80,16 +80,16 @@ def backward(
     x, grad_out = x.contiguous(), grad_out.contiguous()
     run = _wide_backward if is_wide(x, in_weight) else _narrow_backward
     with triton_support.device_guard(x.device):
-        grad_x, of_in, grad_out_weight = run(
-            grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype
-        )
-        if norm_weight is None and len(of_in.products) == 1:
-            grad_in, norms = of_in.products[0].contiguous().to(in_weight.dtype), None
+        grad_x, parts, of_out = run(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, pre, residual, dtype)
+        if norm_weight is None and of_out is not None:
+            grads, norms = [parts[0].products[0].contiguous().to(in_weight.dtype)], None
         else:
-            found = gradients([of_in], norm_weight, norm_bias)
-            (grad_in,), norms = found.weights, found.norms
+            found = gradients(parts, norm_weight, norm_bias)
+            grads, norms = found.weights, found.norms
     grad_gamma, grad_beta = norms or (x.new_empty(0), x.new_empty(0))
-    return grad_x, grad_gamma, grad_beta, grad_in, grad_out_weight.contiguous().to(out_weight.dtype)
+    if of_out is not None:
+        grads.append(of_out.contiguous().to(out_weight.dtype))
+    return grad_x, grad_gamma, grad_beta, *grads
 
 
 def is_wide(x: Tensor, in_weight: Tensor) -> bool:
@@ -150,8 +150,9 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
     copies = grad_out.dtype != dtype
     above = x.new_empty((chunk, width), dtype=dtype) if copies else grad_rows
     normed = x.new_empty((chunk, width), dtype=dtype) if norm else x_rows
-    of_in = Rows(1, 1, chunk, 2 * inner, width, x.device, dtype, shares=chunks)
-    of_out = []
+    joint = runs_together(dtype, x.device)
+    of_in = Rows(1, 1, chunk, 2 * inner, width, x.device, dtype, shares=chunks, beside=inner if joint else 0)
+    of_out = Rows(1, 1, chunk, inner, width, x.device, dtype, shares=chunks, splits=of_in.splits) if joint else []
     for share in range(chunks):
         part = slice(share * chunk, min(count, (share + 1) * chunk))
         size = part.stop - part.start
@@ -170,9 +171,19 @@ def _narrow_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight,
             _multiply(grads[:size], w_in, grad_rows_x)
         else:
             torch.add(other, grads[:size] @ w_in, out=grad_rows_x)
-        of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size, sums=norm)
-        of_out.append(product_over_rows(upstream[:size], hidden[:size]))
-    return grad_x, of_in.part(in_weight, normed=norm), of_out[0] if chunks == 1 else torch.stack(of_out).sum(0)
+        if joint:
+            term = Term(of_in, by_rows(grads), by_rows(source), 2 * inner, sums=norm)
+            add_together(term, Term(of_out, by_rows(hidden), by_rows(upstream), inner, sums=False), share, size)
+        else:
+            of_in.add(by_rows(grads), by_rows(source), 2 * inner, share=share, length=size, sums=norm)
+            of_out.append(product_over_rows(hidden[:size], upstream[:size]))
+    if joint:
+        last = of_out.part(out_weight, normed=False, turned=True)
+    else:
+        # Shares of the chunks. No sums: nothing reads them.
+        products = of_out[0][None] if chunks == 1 else torch.stack(of_out)
+        last = Part(out_weight, products, products[..., 0], normed=False, turned=True)
+    return grad_x, [of_in.part(in_weight, normed=norm), last], None
 
 
 def _wide_weights(in_weight: Tensor, out_weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -261,4 +272,4 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
         grad_x = row_kernels.normalized_gradient(flat, grad, grad_out.view(-1, width) if residual else None)
     else:
         grad_x = grad[:, :width] + grad_out.view(-1, width) if residual else grad[:, :width]
-    return grad_x.to(x.dtype).contiguous().view(x.shape), of_in, grad_out_weight
+    return grad_x.to(x.dtype).contiguous().view(x.shape), [of_in], grad_out_weight
