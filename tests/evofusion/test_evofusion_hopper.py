@@ -222,17 +222,18 @@ def test_triangle_both(draw, step, stages, programs):
     x_, w_, shift_, grads_, grad_ = wide(x, w, shift, grads, grad_out)
     rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
     hat = norm(x_)
+    shares, added = draw(5, C, C + 8), empty(C, C + 8)
     planes = Descriptor(grads, grads.shape, (pairs, 1), (step, TILE))
     EMULATOR.launch(
         triangle_both.triangle_both_kernel_sm90, programs, *pointer(padded_rows(hat.detach().float().numpy())), planes,
-        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x), pairs // TILE,
-        STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, **FIXED,
+        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x, shares, added),
+        len(shares), pairs // TILE, STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, SHARES=added.size, **FIXED,
     )  # fmt: skip
     pre = hat @ w_.T + shift_
     operands = pre[:, :256] * pre[:, 256:512].sigmoid() * torch.from_numpy(mask).double()[:, None]
     total = (operands * grads_[:256].T).sum() + (pre[:, 512:] * grads_[512:].T).sum()
     of_x, of_pre = torch.autograd.grad(total, (x_, pre))
-    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T))
+    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T), added=(added, torch.from_numpy(shares).sum(0)))
 
 
 @pytest.mark.parametrize("held", [2, 4])

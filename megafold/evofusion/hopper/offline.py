@@ -92,7 +92,7 @@ KERNELS = {
     "triangle_both": (
         triangle_both_kernel_sm90,
         {"w": MATRIX, "grads": [64, 64]},
-        {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True},
+        {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True, "SHARES": 128 * 136},
     ),
 }
 ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient", "triangle_both")
@@ -102,8 +102,8 @@ ONLY_BF16 += ("triangle_output_weights",)
 STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")
 """Arguments in the dtype of the residual stream, where a kernel has them."""
 
-PRECISE = ("partial", "shift", "gate_shift", "out_shift", "rstd", "rstds")
-LENGTHS = ("M", "L", "N", "d_i", "d_j")
+PRECISE = ("partial", "shares", "total", "shift", "gate_shift", "out_shift", "rstd", "rstds")
+LENGTHS = ("M", "L", "N", "number", "d_i", "d_j")
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,21 @@ def load_partition(
 
 
 @gluon.jit
+def sum_partition(shares, total, number, SIZE: gl.constexpr):
+    """Adds a part of so many shares [SIZE] in their order, by one warp: what it waits for, nobody else does."""
+    at = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
+    line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    for first in range(gl.program_id(0) * 128, SIZE, gl.num_programs(0) * 128):
+        for share in range(0, number, 8):
+            ahead = share + line // 4
+            prefetch(shares + gl.where(ahead < number, ahead, number - 1) * SIZE + first + line % 4 * 32)
+        added = gl.zeros([128], gl.float32, gl.BlockedLayout([4], [32], [1], [0]))
+        for share in range(0, number):
+            added += gl.load(shares + share * SIZE + first + at)
+        gl.store(total + first + at, added)
+
+
+@gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
@@ -163,12 +178,13 @@ def product_partition(
 
 @gluon.jit
 def triangle_both_kernel_sm90(
-    x_hat, grads, w, shift, mask, rstd, grad_out, grad_x, tiles,
+    x_hat, grads, w, shift, mask, rstd, grad_out, grad_x, shares, total, number, tiles,
     C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SHARES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: grads [5 C, M], see `triangle_multiplication.kernels`; w [5 C, C] with dealt columns. x_hat
-    [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles."""
+    [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles.
+    SHARES: numbers of a share of another kernel, fp32; `number` of them are added to `total`."""
     w_s = gl.allocate_shared_memory(w.dtype, [5 * C // STEP, STEP, C], w.layout)
     g_s = gl.allocate_shared_memory(grads.dtype, [2 * STAGES, STEP, TILE], grads.layout)
     gate_s = gl.allocate_shared_memory(grads.dtype, [2, STEP, TILE], grads.layout)
@@ -187,7 +203,8 @@ def triangle_both_kernel_sm90(
             (product_partition, (shared, work, 1, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
             (load_partition, (shared, loads, 0, C, STEP, STAGES, RESIDUAL)),
             (load_partition, (shared, loads, 1, C, STEP, STAGES, RESIDUAL)),
+            (sum_partition, (shares, total, number, SHARES)),
         ],
-        [4, 1, 1],
-        [REGISTERS, 24, 24],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
     )
