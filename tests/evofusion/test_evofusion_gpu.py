@@ -190,6 +190,24 @@ def test_hopper_kernels_under_autocast(hopper, name):
     assert_in_budget_under_autocast(ROWS_FOR_HOPPER[name](Draw(FP32, "cuda")))
 
 
+MANY_TILES = {
+    "transition": lambda draw: cases.transition_case(draw, (1, 384, 384)),
+    "projections": lambda draw: cases.norm_project_case(draw, (1, 384, 384)),
+    "conditioned transition": lambda draw: cases.conditioned_transition_case(draw, (48, 3072), 128, 128),
+    "triangle": lambda draw: cases.triangle_multiplication_case(draw, 384, masked=True, shared="row"),
+}
+
+
+@pytest.mark.parametrize("name", MANY_TILES)
+def test_many_runs_over_many_tiles_give_the_same_bits(name):
+    """A tile that is brought while another thread still reads the one before it changes a few rows of some runs."""
+    case = MANY_TILES[name](Draw(BF16, "cuda"))
+    first = case.run()
+    for _ in range(20):
+        again = case.run()
+        assert not [key for key in first if not torch.equal(first[key], again[key])]
+
+
 @EACH
 def test_one_graph_under_torch_compile(name):
     case = SMALL[name](Draw(FP32, "cuda"))
