@@ -57,7 +57,7 @@ def product_partition(
     ROUND: gl.constexpr = STAGES * (1 + STAGES % 2)
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAIRS, 16])
     wide: gl.constexpr = wide_layout(PAIRS)
-    across: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    across: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     zero = gl.zeros([TILE, PAIRS], gl.float32, product)
     o = gl.arange(0, TILE, gl.SliceLayout(1, wide))
     l = gl.arange(0, PAIRS, gl.SliceLayout(0, wide))  # noqa: E741
