@@ -58,7 +58,7 @@ CONDITIONED_GRADIENTS = (
 )
 WINDOWED = ("q", "k", "v", "bias", "out", "grad_out", "dq", "dk", "dv", "dbias")
 SHARED = {"C": "width", "HAS_MASK": True, "HAS_DROPPED": True, "RESIDUAL": True}
-HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True, "C": "width", "OUTPUTS": "width"}
+HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "BIASED": 512, "C": "width", "OUTPUTS": "width"}
 WINDOWS = {
     "W": 27,
     "D": "head",

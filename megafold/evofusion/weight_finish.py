@@ -27,7 +27,7 @@ NORM_BLOCK = {"BLOCK_S": 128, "BLOCK_C": 32}
 
 @triton.jit
 def _finish(
-    products, sums, weight, gamma, beta, grad, bias, shares, p_s, p_o, s_s, s_o, splits, block, OUTPUTS, C,
+    products, sums, weight, gamma, beta, grad, bias, shares, p_s, p_o, s_s, s_o, splits, block, OUTPUTS, BIASED, C,
     BLOCK_S: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, NORM: tl.constexpr, HAS_BETA: tl.constexpr,
     HAS_BIAS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -60,28 +60,29 @@ def _finish(
             tl.store(share + C, tl.sum(w * total[:, None], 0), mask=c < C)
     tl.store(grad + at, out.to(grad.dtype.element_ty), mask=inside)
     if HAS_BIAS and tl.program_id(1) == 0:
-        tl.store(bias + o, total.to(bias.dtype.element_ty), mask=o < OUTPUTS)
+        tl.store(bias + o, total.to(bias.dtype.element_ty), mask=o < BIASED)
 
 
 @triton.jit
 def finish_kernel(
     products0, products1, sums0, sums1, weight0, weight1, gamma, beta, grad0, grad1, bias, shares0, shares1, p_s0, p_s1,
-    p_o0, p_o1, s_s0, s_s1, s_o0, s_o1, splits0, splits1, blocks0, OUTPUTS0, OUTPUTS1, C,
+    p_o0, p_o1, s_s0, s_s1, s_o0, s_o1, splits0, splits1, blocks0, OUTPUTS0, OUTPUTS1, BIASED, C,
     BLOCK_S: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr, NORM0: tl.constexpr,
     NORM1: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, TURNED0: tl.constexpr, TURNED1: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_O x BLOCK_C of the gradient of one of PARTS weights, and with NORM its share [2, C] of those
-    of gamma and beta. The bias is that of the first weight. TURNED: the weight is [C, OUTPUTS]."""
+    of gamma and beta. The bias is that of the first BIASED rows of the first weight. TURNED: a weight is [C, OUTPUTS].
+    """
     block = tl.program_id(0)
     if PARTS == 1 or block < blocks0:
         _finish(
             products0, sums0, weight0, gamma, beta, grad0, bias, shares0, p_s0, p_o0, s_s0, s_o0, splits0, block,
-            OUTPUTS0, C, BLOCK_S, BLOCK_O, BLOCK_C, NORM0, HAS_BETA and NORM0, HAS_BIAS, TURNED0,
+            OUTPUTS0, BIASED, C, BLOCK_S, BLOCK_O, BLOCK_C, NORM0, HAS_BETA and NORM0, HAS_BIAS, TURNED0,
         )  # fmt: skip
     else:
         _finish(
             products1, sums1, weight1, gamma, beta, grad1, bias, shares1, p_s1, p_o1, s_s1, s_o1, splits1,
-            block - blocks0, OUTPUTS1, C, BLOCK_S, BLOCK_O, BLOCK_C, NORM1, HAS_BETA and NORM1, False, TURNED1,
+            block - blocks0, OUTPUTS1, BIASED, C, BLOCK_S, BLOCK_O, BLOCK_C, NORM1, HAS_BETA and NORM1, False, TURNED1,
         )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def gradients(
     """Gradients of one or two weights [O, C], of a LayerNorm [C] before them, and of a bias [O] of the first.
 
     Args:
-        gamma, beta: of the LayerNorm; wanted where a part is `normed`. bias: its dtype is that of its gradient.
+        gamma, beta: of the LayerNorm; wanted where a part is `normed`. bias: may be that of the first rows alone.
     """
     first, last, width = parts[0], parts[-1], parts[0].products.shape[-1]
     blocks = SHARED if max(part.products.shape[0] for part in parts) > 1 else WHOLE
@@ -141,16 +142,16 @@ def gradients(
     normed = [count if part.normed else 0 for part, count in zip(parts, counts)]
     shares = torch.empty((max(1, sum(normed)), 2, width), device=first.products.device, dtype=torch.float32)
     grads = [torch.empty_like(part.weight, memory_format=torch.contiguous_format) for part in parts]
-    of_bias = None if bias is None else bias.new_empty(first.products.shape[1])
+    of_bias = None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
     weights = [part.weight.contiguous() for part in parts]
     gamma_, beta_ = (weights[0] if t is None else t for t in (gamma, beta))
     strides = [f(part) for f in _STRIDES for part in (first, last)]
     finish_kernel[(sum(counts), ceil_div(width, blocks["BLOCK_C"]))](
         first.products, last.products, first.sums, last.sums, weights[0], weights[-1], gamma_, beta_, grads[0],
         grads[-1], grads[0] if bias is None else of_bias, shares, shares[normed[0] :] if sum(normed[1:]) else shares,
-        *strides, counts[0], first.products.shape[1], last.products.shape[1], width, **blocks, PARTS=len(parts),
-        NORM0=first.normed, NORM1=last.normed, HAS_BETA=beta is not None, HAS_BIAS=bias is not None,
-        TURNED0=first.turned, TURNED1=last.turned, num_warps=4,
+        *strides, counts[0], first.products.shape[1], last.products.shape[1], 0 if bias is None else len(bias), width,
+        **blocks, PARTS=len(parts), NORM0=first.normed, NORM1=last.normed, HAS_BETA=beta is not None,
+        HAS_BIAS=bias is not None, TURNED0=first.turned, TURNED1=last.turned, num_warps=4,
     )  # fmt: skip
     norms = [torch.empty_like(t) for t in (gamma, beta) if t is not None and sum(normed)]
     if norms:

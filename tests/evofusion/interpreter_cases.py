@@ -205,8 +205,8 @@ def prepared_weights() -> list[CheckResult]:
 def finished_sums() -> list[CheckResult]:
     """Gradients from 70 shares of sums, of two weights with 9 and 33 rows; the second one is transposed in memory."""
     draw, results = cases.Draw(torch.float32, "cpu"), []
-    gamma, beta, bias = draw.normal(48), draw.normal(48), draw.normal(9).half()
-    for second in (True, False):
+    gamma, beta = draw.normal(48), draw.normal(48)
+    for second, bias in ((True, draw.normal(9).half()), (False, draw.normal(5))):
         first = weight_finish.Part(draw.normal(9, 48), draw.normal(70, 9, 64)[..., :48], draw.normal(70, 9))
         products, sums = draw.normal(70, 33, 48), draw.normal(70, 33)
         w = draw.normal(48, 33)
@@ -214,7 +214,7 @@ def finished_sums() -> list[CheckResult]:
         found = weight_finish.gradients([first, last], gamma, beta, bias)
         halves = [(p.products.double().sum(0), p.sums.double().sum(0)[:, None]) for p in (first, last)]
         (g, s), (other_g, other_s) = halves
-        exact = {"first": g * gamma + s * beta, "bias": s[:, 0]}
+        exact = {"first": g * gamma + s * beta, "bias": s[: len(bias), 0]}
         exact["last"] = (other_g * gamma + other_s * beta if second else other_g).mT
         exact["gamma"] = (first.weight * g).sum(0) + second * (w.mT * other_g).sum(0)
         exact["beta"] = (first.weight * s).sum(0) + second * (w.mT * other_s).sum(0)

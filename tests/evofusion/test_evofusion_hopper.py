@@ -117,16 +117,16 @@ def test_transition_gradient(draw, slots, programs):
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_projections(draw, stages):
-    x, gamma, beta, w, bias, w_heads = draw(640, C), draw(C), draw(C), draw(512, C), draw(512), draw(4, C)
+    x, gamma, beta, w, bias, w_heads = draw(640, C), draw(C), draw(C), draw(512, C), draw(256), draw(4, C)
     outs, heads = [empty(640, C) for _ in range(4)], empty(2, 4, 320)
     EMULATOR.launch(
         project.project_kernel_sm90, 3, rows(x), dealt(w, TILE), rows(w_heads, (16, C)),
         *pointer(gamma, beta, bias, *outs, heads), 640, 320, 10, EPS, COUNT=4, STEP=64, STAGES=stages, HEADS=4,
-        HAS_BETA=True, HAS_BIAS=True, **FIXED,
+        HAS_BETA=True, BIASED=256, **FIXED,
     )  # fmt: skip
     x_, gamma_, beta_, w_, bias_, w_heads_ = wide(x, gamma, beta, w, bias, w_heads)
     normed = norm(x_, gamma_, beta_)
-    check(outs=(np.concatenate(outs, 1), normed @ w_.T + bias_))
+    check(outs=(np.concatenate(outs, 1), normed @ w_.T + torch.nn.functional.pad(bias_, (0, 256))))
     check(heads=(heads, (normed @ w_heads_.T).view(2, 320, 4).mT))
 
 

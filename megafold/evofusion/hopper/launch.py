@@ -34,13 +34,13 @@ def project(
 ) -> None:  # fmt: skip
     """Fill up to four outputs [M, 128] and the heads [M / length, number, length] from rows x [M, 128].
 
-    w [outputs 128, 128] and w_heads [number, 128] in the dtype of products.
+    w [outputs 128, 128] and w_heads [number, 128] in the dtype of products; bias: of the first outputs.
     """
     tiles, grid = _work(x)
-    constants = {"HAS_BETA": beta is not None, "HAS_BIAS": bias is not None, "REGISTERS": registers}
+    constants = {"HAS_BETA": beta is not None, "BIASED": 0 if bias is None else len(bias), "REGISTERS": registers}
     project_kernel_sm90[grid](
         _rows(x), _dealt(w, STEP), _matrix(w_heads, MOST_HEADS), gamma, gamma if beta is None else beta,
-        gamma if bias is None else bias, *outs, *[outs[0]] * (4 - len(outs)), heads if number else outs[0],
+        gamma if bias is None else bias.contiguous(), *outs, *[outs[0]] * (4 - len(outs)), heads if number else outs[0],
         len(x), length, tiles, EPS, C=WIDTH, COUNT=len(outs), STEP=STEP, STAGES=8 // x.element_size(), HEADS=number,
         num_warps=4, **constants,
     )  # fmt: skip

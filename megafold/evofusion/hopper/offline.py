@@ -35,7 +35,7 @@ KERNELS = {
     "project": (
         project_kernel_sm90,
         {"w": HALF, "w_heads": [16, 128]},
-        {"C": 128, "COUNT": 4, "STEP": 64, "STAGES": "twice", "HEADS": 4, "HAS_BETA": True, "HAS_BIAS": True},
+        {"C": 128, "COUNT": 4, "STEP": 64, "STAGES": "twice", "HEADS": 4, "HAS_BETA": True, "BIASED": 128},
     ),
     "input_gradient": (
         input_gradient_kernel_sm90,

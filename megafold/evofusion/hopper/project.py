@@ -40,7 +40,7 @@ def load_partition(
 @gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, COUNT: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    HEADS: gl.constexpr, HAS_BETA: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HEADS: gl.constexpr, HAS_BETA: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     w_s, h_s, x_s, w_ready, ready, free = shared
     gamma, beta, bias, outs, heads, M, L, tiles, eps = work
@@ -74,7 +74,7 @@ def product_partition(
                 w_part = columns_of(w_s, k * (C // STEP) + part, STEP, C)
                 y = warpgroup_mma(normed, w_part, zero, use_acc=False, is_async=True)
                 y = spread(warpgroup_mma_wait(0, [y]), STEP)
-                if HAS_BIAS:
+                if k * C < BIASED:
                     y += gl.load(bias + k * C + part * STEP + o).to(gl.float32)[None, :]
                 gl.store(out + part * STEP, y.to(dtype), mask=inside)
         if HEADS:
@@ -91,11 +91,11 @@ def product_partition(
 def project_kernel_sm90(
     x, w, w_heads, gamma, beta, bias, out0, out1, out2, out3, heads, M, L, tiles, eps,
     C: gl.constexpr, COUNT: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HEADS: gl.constexpr,
-    HAS_BETA: gl.constexpr, HAS_BIAS: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_BETA: gl.constexpr, BIASED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: x [M, C]; w [COUNT C, C], dealt; w_heads [HEADS <= 16, C].
 
-    out0.. [M, C], heads [M / L, HEADS, L]."""
+    out0.. [M, C], heads [M / L, HEADS, L]; bias [BIASED], of the first columns of all outputs."""
     w_s = gl.allocate_shared_memory(w.dtype, [COUNT * C // STEP, STEP // 32, 4, 4, 2, C], w.layout)
     h_s = gl.allocate_shared_memory(w_heads.dtype, [16, C], w_heads.layout)
     x_s = gl.allocate_shared_memory(x.dtype, [STAGES, TILE, C], x.layout)
@@ -109,8 +109,8 @@ def project_kernel_sm90(
     work = (gamma, beta, bias, (out0, out1, out2, out3), heads, M, L, tiles, eps)
     gl.warp_specialize(
         [
-            (product_partition, (shared, work, 0, C, COUNT, STEP, STAGES, HEADS, HAS_BETA, HAS_BIAS)),
-            (product_partition, (shared, work, 1, C, COUNT, STEP, STAGES, HEADS, HAS_BETA, HAS_BIAS)),
+            (product_partition, (shared, work, 0, C, COUNT, STEP, STAGES, HEADS, HAS_BETA, BIASED)),
+            (product_partition, (shared, work, 1, C, COUNT, STEP, STAGES, HEADS, HAS_BETA, BIASED)),
             (load_partition, (shared, (x, w, w_heads, tiles), C, COUNT, STEP, STAGES, HEADS)),
         ],
         [4, 1],

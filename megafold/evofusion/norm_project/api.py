@@ -96,9 +96,10 @@ def _project(
     check_tensors(NAME, x, expected)
 
     weight = torch.cat(weights) if len(weights) > 1 else weights[0] if weights else None
-    bias = _joined(weights, biases)
+    by_kernels = uses_kernels(x) and is_narrow(width) and outputs % 16 == 0 and x.numel() > 0
+    bias = _joined(weights, biases, whole=not by_kernels)
     arguments = (x, norm_weight, norm_bias, weight, bias, head_weight, len(weights))
-    if uses_kernels(x) and is_narrow(width) and outputs % 16 == 0 and x.numel():
+    if by_kernels:
         if passes:
             *rows, by_head, x = _Passing.apply(*arguments, product_dtype(x))
         else:
@@ -107,15 +108,17 @@ def _project(
     return *reference.norm_project(*arguments), x
 
 
-def _joined(weights: list[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:
-    """The biases one after another, zeros where there is none; None where there is none at all."""
+def _joined(weights: list[Tensor], biases: Sequence[Tensor | None] | None, whole: bool) -> Tensor | None:
+    """The biases one after another, zeros where there is none; None where there is none at all.
+
+    Without `whole` they end with the last one: of four projections often the first alone has a bias, left as it is.
+    """
     if biases is None or all(bias is None for bias in biases):
         return None
-    # One tensor of zeros for all behind the last bias: of four projections the first alone has one.
     last = max(p for p, bias in enumerate(biases) if bias is not None)
     parts = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in zip(weights, biases[: last + 1])]
     behind = sum(w.shape[0] for w in weights[last + 1 :])
-    parts += [weights[0].new_zeros(behind)] if behind else []
+    parts += [weights[0].new_zeros(behind)] if behind and whole else []
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

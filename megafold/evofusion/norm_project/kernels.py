@@ -51,17 +51,21 @@ def select(p, t0, t1, t2, t3, COUNT: tl.constexpr):
 def project_kernel(
     x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, eps,
     C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_L rows of all. w [COUNT * OUTPUTS, C]; out0.. [B, L, OUTPUTS], heads [B, HEADS, L]."""
+    """One program: BLOCK_L rows of all. w [COUNT * OUTPUTS, C]; out0.. [B, L, OUTPUTS], heads [B, HEADS, L].
+
+    The first BIASED columns of all outputs have a bias.
+    """
     b, start, at, length, row = place(L, BLOCK_L)
     x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
     normed = affine(x_hat, gamma, beta, C, HAS_BETA).to(heads.dtype.element_ty)
     # One loop over the rows of all weights, so that the next ones are on their way during a product.
     for k in range(0, COUNT * OUTPUTS, BLOCK_O):
         y = tl.dot(normed, tl.trans(load_weight(w, k, C, BLOCK_O, C)), input_precision=PRECISION)
-        if HAS_BIAS:
-            y += tl.load(bias + k + tl.arange(0, BLOCK_O)).to(tl.float32)[None, :]
+        if BIASED > 0:
+            column = k + tl.arange(0, BLOCK_O)
+            y += tl.load(bias + column, mask=column < BIASED, other=0.0).to(tl.float32)[None, :]
         out = select(k // OUTPUTS, out0, out1, out2, out3, COUNT)
         store_rows(out, row, at, length, OUTPUTS, tl.multiple_of(k % OUTPUTS, 16), y, BLOCK_O)
     if HEADS > 0:
@@ -73,11 +77,11 @@ def project_kernel(
 
 @triton.jit
 def _project_to(
-    normed, w, bias, out, row, at, length, p,
-    OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    normed, w, bias, out, row, at, length,
+    p: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     y = tl.dot(normed, w, input_precision=PRECISION)
-    if HAS_BIAS:
+    if p * OUTPUTS < BIASED:
         y += tl.load(bias + p * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.float32)[None, :]
     store_rows(out, row, at, length, OUTPUTS, 0, y, OUTPUTS)
 
@@ -86,7 +90,7 @@ def _project_to(
 def resident_project_kernel(
     x, gamma, beta, w, bias, w_heads, out0, out1, out2, out3, heads, L, tiles, programs, eps,
     C: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    COUNT: tl.constexpr, HEADS: tl.constexpr, HAS_BETA: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`project_kernel` with all weights in shared memory: every `programs`-th tile of rows."""
     pid = tl.program_id(0)
@@ -107,13 +111,13 @@ def resident_project_kernel(
         row, length = b * L + start, L - start
         x_hat, _ = normalize(load_rows(x, row, at, length, C, 0, C), eps, 1)
         normed = affine(x_hat, gamma, beta, C, HAS_BETA).to(heads.dtype.element_ty)
-        _project_to(normed, w0, bias, out0, row, at, length, 0, OUTPUTS, HAS_BIAS, PRECISION)
+        _project_to(normed, w0, bias, out0, row, at, length, 0, OUTPUTS, BIASED, PRECISION)
         if COUNT > 1:
-            _project_to(normed, w1, bias, out1, row, at, length, 1, OUTPUTS, HAS_BIAS, PRECISION)
+            _project_to(normed, w1, bias, out1, row, at, length, 1, OUTPUTS, BIASED, PRECISION)
         if COUNT > 2:
-            _project_to(normed, w2, bias, out2, row, at, length, 2, OUTPUTS, HAS_BIAS, PRECISION)
+            _project_to(normed, w2, bias, out2, row, at, length, 2, OUTPUTS, BIASED, PRECISION)
         if COUNT > 3:
-            _project_to(normed, w3, bias, out3, row, at, length, 3, OUTPUTS, HAS_BIAS, PRECISION)
+            _project_to(normed, w3, bias, out3, row, at, length, 3, OUTPUTS, BIASED, PRECISION)
         if HEADS > 0:
             part = _head_weight(w_heads, C, HEADS, BLOCK_H)
             y = tl.dot(part, tl.trans(normed), input_precision=PRECISION)

@@ -29,7 +29,10 @@ def forward(
     count: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """Four projections [..., O] and the heads [B, H, ...]; what was not asked for has no element."""
+    """Four projections [..., O] and the heads [B, H, ...]; what was not asked for has no element.
+
+    weight: [count O, C]; bias: of the first of its rows, or of all.
+    """
     x, (batch, length, width) = x.contiguous(), _sizes(x)
     outputs = 0 if weight is None else weight.shape[0] // count
     number = 0 if head_weight is None else head_weight.shape[0]
@@ -38,9 +41,16 @@ def forward(
     with triton_support.device_guard(x.device):
         w, w_heads = _weights(weight, head_weight, dtype)
     config = configuration("norm_project", dtype, x.device)
-    arguments = (x, norm_weight, x if norm_bias is None else norm_bias, w, x if bias is None else bias, w_heads)
+    arguments = (
+        x,
+        norm_weight,
+        x if norm_bias is None else norm_bias,
+        w,
+        x if bias is None else bias.contiguous(),
+        w_heads,
+    )
     tiles = batch * ceil_div(length, config["block_l"])
-    flags = {"HAS_BETA": norm_bias is not None, "HAS_BIAS": bias is not None}
+    flags = {"HAS_BETA": norm_bias is not None, "BIASED": 0 if bias is None else len(bias)}
     constants = _constants(config, width, outputs, count, number) | flags | options(config)
     hopper = hopper_kernels(config, x, dtype, w, w_heads) if count and outputs == width else None
     with triton_support.device_guard(x.device):
