@@ -54,7 +54,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "xor"):
 class Pointer:
     def __init__(self, flat: np.ndarray, offset=0) -> None:
         self.flat, self.offset = flat, offset
-        self.dtype = types.SimpleNamespace(element_ty="")
+        self.dtype = types.SimpleNamespace(element_ty=types.SimpleNamespace(primitive_bitwidth=16))
 
     def __add__(self, other):
         return Pointer(self.flat, self.offset + other)

@@ -128,11 +128,11 @@ ROWS_FOR_HOPPER = {
 
 
 LAUNCHES = ("project", "input_gradient", "transition", "transition_gradient", "adaptive_norm_gradient")
-LAUNCHES += tuple(f"triangle_{name}" for name in ("operands", "result", "output", "input", "both"))
+LAUNCHES += tuple(f"triangle_{name}" for name in ("operands", "result", "output", "output_weights", "both"))
 
 
 @contextmanager
-def all_for_hopper(**of_input_gradient):
+def all_for_hopper(step=64, weights=True):
     """All kernels for sm_90, whatever the table says: fails where none of them ran. Skips on other devices."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels for sm_90")
@@ -144,39 +144,39 @@ def all_for_hopper(**of_input_gradient):
     def noted(function):
         return lambda *args, **kwargs: ran.add(function.__name__) or function(*args, **kwargs)
 
-    more = {"triangle_project": {"stages": 3}, "triangle_gate_gradient": {"stages": 3}}
-    more["triangle_input_gradient"] = of_input_gradient
-    if "step" in of_input_gradient:
+    more = {"triangle_project": {"stages": 3}, "triangle_input_gradient": {"stages": 192 // step, "step": step}}
+    if weights:
         more["triangle_output_gradient"] = {"registers": 160, "of_weights": 168}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in LAUNCHES:
             patch.setattr(launch, name, noted(getattr(launch, name)))
-        for kernel in KERNELS.keys() - {"triangle_both", "triangle_output_weights"}:
+        for kernel in KERNELS.keys() - {"triangle_output_weights"}:
             name = {"input_gradient": "norm_project_gradient", "project": "norm_project"}.get(kernel, kernel)
+            name = "triangle_input_gradient" if kernel == "triangle_both" else name
             config = configuration(name, BF16, torch.device("cuda", 0))
             gluon = {"registers": 240} | more.get(name, {})
-            stack.enter_context(overridden(name, config | {"gluon": gluon, "joint": "step" in gluon}))
+            stack.enter_context(overridden(name, config | {"gluon": gluon, "joint": weights}))
         yield
     assert ran
 
 
 @pytest.fixture
 def hopper():
-    with all_for_hopper(stages=4):
+    with all_for_hopper(weights=False):
         yield
 
 
 @pytest.mark.parametrize("step", [32, 64])
 @pytest.mark.parametrize("name", [name for name in ROWS_FOR_HOPPER if name.startswith("triangle")])
 def test_hopper_kernels_in_one_pass_behind_the_operands(name, step):
-    with all_for_hopper(step=step, stages=192 // step):
+    with all_for_hopper(step=step):
         assert_in_budget(ROWS_FOR_HOPPER[name](Draw(BF16, "cuda")))
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS_FOR_HOPPER if name.startswith("triangle")])
 def test_hopper_kernels_in_one_pass_under_autocast(name):
-    with all_for_hopper(step=64, stages=3):
+    with all_for_hopper():
         assert_in_budget_under_autocast(ROWS_FOR_HOPPER[name](Draw(FP32, "cuda")))
 
 

@@ -22,7 +22,6 @@ from megafold.evofusion.hopper import (
     transition,
     transition_forward,
     triangle_both,
-    triangle_input,
     triangle_operands,
     triangle_output,
     triangle_output_weights,
@@ -33,7 +32,7 @@ from tests.gluon_emulator import Descriptor, Emulator, Pointer
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
-    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_both, triangle_input,
+    adaptive_norm, common, input_gradient, project, transition, transition_forward, triangle_both,
     triangle_operands, triangle_output, triangle_output_weights, triangle_result,
 )  # fmt: skip
 EMULATOR = Emulator(*MODULES)
@@ -179,37 +178,18 @@ def padded_rows(x):
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("gradient", [False, True], ids=["operands", "gradients"])
-def test_triangle_operands(draw, gradient, stages):
-    x, w, shift, first, second = draw(1024, C), draw(640, C, scale=0.1), draw(640), draw(256, 1024), empty(256, 1024)
+@pytest.mark.parametrize("normed", [False, True], ids=["x", "normed"])
+def test_triangle_operands(draw, normed, stages):
+    x, w, shift, found = draw(1024, C), draw(640, C, scale=0.1), draw(640), empty(256, 1024)
     mask = (draw(1024) > -0.8).astype(np.uint8)
-    x_, w_, shift_, grad_ = wide(x, w, shift, first)
-    source = padded_rows(norm(x_).detach().float().numpy()) if gradient else x
+    x_, w_, shift_ = wide(x, w, shift)
+    source = padded_rows(norm(x_).detach().float().numpy()) if normed else x
     EMULATOR.launch(
         triangle_operands.triangle_operands_kernel_sm90, 3, dealt(source, 128), rows(w), *pointer(shift), Pointer(mask),
-        *pointer(first, second), 1024, 8, EPS, PAIRS=128, STAGES=stages, NORM=not gradient, HAS_MASK=True,
-        GRADIENT=gradient, **FIXED,
+        *pointer(found), 1024, 8, EPS, PAIRS=128, STAGES=stages, NORM=not normed, HAS_MASK=True, **FIXED,
     )  # fmt: skip
     pre = norm(x_) @ w_[:512].T + shift_[:512]
-    operands = (pre[:, :256] * pre[:, 256:].sigmoid() * torch.from_numpy(mask).double()[:, None]).T
-    if not gradient:
-        check(operands=(first, operands))
-        return
-    (of_pre,) = torch.autograd.grad((operands * grad_).sum(), pre)
-    check(values=(first, of_pre[:, :256].T), gates=(second, of_pre[:, 256:].T))
-
-
-def test_triangle_input(draw):
-    x, w, grads, grad_out, grad_x = draw(1024, C), draw(640, C), draw(640, 1024), draw(1024, C), empty(1024, C)
-    x_, w_, grads_, grad_ = wide(x, w, grads, grad_out)
-    rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
-    x_hat = padded_rows(norm(x_).detach().float().numpy())
-    EMULATOR.launch(
-        triangle_input.triangle_input_kernel_sm90, 3, rows(grads, (64, 128)),
-        dealt(np.ascontiguousarray(w.T), C, TILE), *pointer(grad_out, x_hat, rstd, grad_x), 1024, 8, PARTS=10, STEP=64,
-        STAGES=4, RESIDUAL=True, **FIXED,
-    )  # fmt: skip
-    check(grad_x=(grad_x, torch.autograd.grad((norm(x_) @ w_.T * grads_.T).sum(), x_)[0] + grad_))
+    check(operands=(found, (pre[:, :256] * pre[:, 256:].sigmoid() * torch.from_numpy(mask).double()[:, None]).T))
 
 
 @pytest.mark.parametrize("programs", [3, 4])

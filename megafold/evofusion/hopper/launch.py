@@ -14,7 +14,6 @@ from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
 from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
 from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
-from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
 from megafold.evofusion.hopper.triangle_output_weights import triangle_output_weights_kernel_sm90
@@ -98,10 +97,9 @@ def transition_gradient(
 
 
 def triangle_operands(
-    x: Tensor, norm: bool, w: Tensor, shift: Tensor, mask: Tensor | None, first: Tensor, second: Tensor | None,
-    registers: int, stages: int,
-) -> None:  # fmt: skip
-    """Fill `first`, the operands [256, M]; with `second` they are their gradients and become those of values and gates.
+    x: Tensor, norm: bool, w: Tensor, shift: Tensor, mask: Tensor | None, operands: Tensor, registers: int, stages: int
+) -> None:
+    """Fill operands [256, M].
 
     Args:
         x: [M, 128 or more], of which the first 128 are taken; with `norm` not yet normalised. w: [512, 128] or more.
@@ -111,9 +109,8 @@ def triangle_operands(
     count = len(x)
     tiles = triton.cdiv(count, pairs)
     triangle_operands_kernel_sm90[(min(tiles, triton_support.multiprocessors(x.device)),)](
-        _dealt(x, pairs), _matrix(w, TILE), shift, shift if mask is None else mask, first,
-        first if second is None else second, count, tiles, EPS, C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm,
-        HAS_MASK=mask is not None, GRADIENT=second is not None, REGISTERS=registers, num_warps=4,
+        _dealt(x, pairs), _matrix(w, TILE), shift, shift if mask is None else mask, operands, count, tiles, EPS,
+        C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm, HAS_MASK=mask is not None, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
 
 
@@ -182,20 +179,6 @@ def triangle_output_weights(
 def _planes(planes: Tensor, channels: int) -> TensorDescriptor:
     """[channels, 64] of [channels, M] at once, channels dealt."""
     return _dealt(planes, channels, TILE)
-
-
-def triangle_input(
-    grads: Tensor, w: Tensor, grad_out: Tensor, x_hat: Tensor, rstd: Tensor, grad_x: Tensor, residual: bool,
-    registers: int, stages: int,
-) -> None:  # fmt: skip
-    """Fill grad_x [M, 128] from grads [640, M], w [640, 128], grad_out [M, 128], x_hat [M, 136] and rstd [M]."""
-    channels, count = grads.shape
-    tiles = triton.cdiv(count, 2 * TILE)
-    planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (STEP, 2 * TILE))
-    triangle_input_kernel_sm90[(min(tiles, triton_support.multiprocessors(grads.device)),)](
-        planes, _dealt(w.mT.contiguous(), WIDTH, STEP), grad_out, x_hat, rstd, grad_x, count, tiles, C=WIDTH,
-        PARTS=channels // STEP, STEP=STEP, STAGES=stages, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
-    )  # fmt: skip
 
 
 def triangle_both(

@@ -13,7 +13,6 @@ from megafold.evofusion.hopper.project import project_kernel_sm90
 from megafold.evofusion.hopper.transition import transition_gradient_kernel_sm90
 from megafold.evofusion.hopper.transition_forward import transition_kernel_sm90
 from megafold.evofusion.hopper.triangle_both import triangle_both_kernel_sm90
-from megafold.evofusion.hopper.triangle_input import triangle_input_kernel_sm90
 from megafold.evofusion.hopper.triangle_operands import triangle_operands_kernel_sm90
 from megafold.evofusion.hopper.triangle_output import triangle_output_kernel_sm90
 from megafold.evofusion.hopper.triangle_output_weights import triangle_output_weights_kernel_sm90
@@ -29,7 +28,6 @@ PART, ROWS, DEALT, HALF, MATRIX, PLANES = (
     [64, 128],
     [4, 4, 4, 2, 64],
 )
-OPERANDS = {"C": 128, "PAIRS": 128, "STAGES": 2, "HAS_MASK": True}
 KERNELS = {
     # kernel, descriptors but for rows of x, constants; "held": tiles of x in shared memory, of which two are 32 KB
     "project": (
@@ -60,17 +58,12 @@ KERNELS = {
     "triangle_project": (
         triangle_operands_kernel_sm90,
         {"x": DEALT, "w": MATRIX},
-        OPERANDS | {"NORM": True, "GRADIENT": False},
+        {"C": 128, "PAIRS": 128, "STAGES": 3, "NORM": True, "HAS_MASK": True},
     ),
     "triangle_output": (
         triangle_result_kernel_sm90,
         {"product": [128, 64], "w_gate": HALF, "w_out": HALF},
         {"C": 128, "STEP": 64, "HELD": "twice", "HAS_DROPPED": True, "RESIDUAL": True},
-    ),
-    "triangle_gate_gradient": (
-        triangle_operands_kernel_sm90,
-        {"x": DEALT, "w": MATRIX},
-        OPERANDS | {"NORM": False, "GRADIENT": True},
     ),
     "triangle_output_gradient": (
         triangle_output_kernel_sm90,
@@ -84,19 +77,13 @@ KERNELS = {
         {"C": 128, "STEP": 32, "HAS_DROPPED": False, "EPS": 1e-5, "FROM_END": True}
         | {"REGISTERS": 160, "OF_WEIGHTS": 168},
     ),
-    "triangle_input_gradient": (
-        triangle_input_kernel_sm90,
-        {"grads": MATRIX, "w": PLANES},
-        {"C": 128, "PARTS": 10, "STEP": 64, "STAGES": 4, "RESIDUAL": True},
-    ),
     "triangle_both": (
         triangle_both_kernel_sm90,
         {"w": MATRIX, "grads": [64, 64]},
         {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True, "SHARES": 128 * 136},
     ),
 }
-ONLY_BF16 = ("triangle_project", "triangle_gate_gradient", "triangle_input_gradient", "triangle_both")
-ONLY_BF16 += ("triangle_output_weights",)
+ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
 """Kernels whose descriptors are all of the dtype of products."""
 
 STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")

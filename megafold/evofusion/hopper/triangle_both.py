@@ -35,13 +35,14 @@ from megafold.gluon_barriers import thread_barrier
 
 @gluon.jit
 def prefetch_rows(source, start, PITCH: gl.constexpr):
-    """A tile of rows in 16 bit, to L2, by one warp: lines of 128 bytes, some of the last perhaps more than once."""
-    LINES: gl.constexpr = TILE * PITCH // 64
+    """A tile of rows, to L2, by one warp: lines of 128 bytes, some of the last perhaps more than once."""
+    EACH: gl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = TILE * PITCH // EACH
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     for first in range(0, LINES, 32):
         line = lane + first
         line = gl.where(line < LINES, line, LINES - 1)
-        prefetch(source + start.to(gl.int64) * PITCH + line * 64)
+        prefetch(source + start.to(gl.int64) * PITCH + line * EACH)
 
 
 @gluon.jit

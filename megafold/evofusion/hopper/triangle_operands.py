@@ -1,5 +1,5 @@
-"""Operands of a triangle multiplication and the gradients behind them, as `project_kernel` and `gate_gradient_kernel`
-of `triangle_multiplication.kernels` make them, where pairs are not padded: channels [channels, M] of M = N^2 pairs.
+"""Operands of a triangle multiplication, as `project_kernel` of `triangle_multiplication.kernels` makes them, where
+pairs are not padded: channels [channels, M] of M = N^2 pairs.
 
 Here the pairs are the columns of the products, so it is rows of pairs that are dealt out.
 """
@@ -47,10 +47,10 @@ def load_partition(shared, loads, C: gl.constexpr, PAIRS: gl.constexpr, STAGES: 
 @gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, PAIRS: gl.constexpr, STAGES: gl.constexpr,
-    NORM: gl.constexpr, HAS_MASK: gl.constexpr, GRADIENT: gl.constexpr,
+    NORM: gl.constexpr, HAS_MASK: gl.constexpr,
 ):  # fmt: skip
     w_s, x_s, w_ready, ready, free = shared
-    shift, mask, first, second, M, tiles, eps = work
+    shift, mask, operands, M, tiles, eps = work
     dtype: gl.constexpr = w_s.dtype
     PARTS: gl.constexpr = 2 * C // TILE
     # A group comes back to a stage after so many tiles.
@@ -82,41 +82,30 @@ def product_partition(
         for part in range(0, PARTS):
             gates = warpgroup_mma(w_s.index(PARTS + part), normed, zero, use_acc=False, is_async=True)
             values = warpgroup_mma(w_s.index(part), normed, zero, use_acc=False, is_async=True)
-            there = first + part.to(gl.int64) * TILE * M + at
+            there = operands + part.to(gl.int64) * TILE * M + at
             of_values = gl.load(shift + part * TILE + o)[:, None]
             of_gates = gl.load(shift + 2 * C + part * TILE + o)[:, None]
-            if GRADIENT:
-                upstream = gl.load(there, mask=inside, other=0.0).to(gl.float32)
             gates = warpgroup_mma_wait(1, [gates])
             gates = sigmoid(spread(gates, PAIRS) + of_gates)
             values = warpgroup_mma_wait(0, [values])
             values = spread(values, PAIRS) + of_values
-            if GRADIENT:
-                of_operand = upstream * gates
-                if HAS_MASK:
-                    of_operand = gl.where(keep, of_operand, 0.0)
-                gl.store(there, of_operand.to(dtype), mask=inside)
-                of_gate = of_operand * values * (1.0 - gates)
-                gl.store(second + part.to(gl.int64) * TILE * M + at, of_gate.to(dtype), mask=inside)
-            else:
-                operand = values * gates
-                if HAS_MASK:
-                    operand = gl.where(keep, operand, 0.0)
-                gl.store(there, operand.to(dtype), mask=inside)
+            operand = values * gates
+            if HAS_MASK:
+                operand = gl.where(keep, operand, 0.0)
+            gl.store(there, operand.to(dtype), mask=inside)
         thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
 
 
 @gluon.jit
 def triangle_operands_kernel_sm90(
-    x, w, shift, mask, first, second, M, tiles, eps,
+    x, w, shift, mask, operands, M, tiles, eps,
     C: gl.constexpr, PAIRS: gl.constexpr, STAGES: gl.constexpr, NORM: gl.constexpr, HAS_MASK: gl.constexpr,
-    GRADIENT: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: x [M, C], dealt, with NORM not yet normalised; w [4 C, C]: values, then gates.
 
-    Writes both operands to `first` [2 C, M]. GRADIENT: turns their gradients into those of the values, in place, and
-    writes those of the gates before their sigmoid to `second` [2 C, M]."""
+    Writes both to operands [2 C, M]."""
     w_s = gl.allocate_shared_memory(w.dtype, [4 * C // TILE, TILE, C], w.layout)
     x_s = gl.allocate_shared_memory(x.dtype, [STAGES, PAIRS // 32, 4, 4, 2, C], x.layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -126,11 +115,11 @@ def triangle_operands_kernel_sm90(
     init_barriers(ready, 2 * STAGES)
     init_barriers(free, STAGES)
     shared = (w_s, x_s, w_ready, ready, free)
-    work = (shift, mask, first, second, M, tiles, eps)
+    work = (shift, mask, operands, M, tiles, eps)
     gl.warp_specialize(
         [
-            (product_partition, (shared, work, 0, C, PAIRS, STAGES, NORM, HAS_MASK, GRADIENT)),
-            (product_partition, (shared, work, 1, C, PAIRS, STAGES, NORM, HAS_MASK, GRADIENT)),
+            (product_partition, (shared, work, 0, C, PAIRS, STAGES, NORM, HAS_MASK)),
+            (product_partition, (shared, work, 1, C, PAIRS, STAGES, NORM, HAS_MASK)),
             (load_partition, (shared, (x, w, tiles), C, PAIRS, STAGES)),
         ],
         [4, 1],

@@ -162,7 +162,7 @@ class Call:
             rows = (self.x if norm else self._normalized[0]).flatten(0, 2)
             mask = None if self.mask is None else self.mask.flatten()
             channels = operands[0, first : first + 2 * self.width]
-            hopper.triangle_operands(rows, norm, *self._of_input(gamma, beta), mask, channels, None, **config)
+            hopper.triangle_operands(rows, norm, *self._of_input(gamma, beta), mask, channels, **config)
             return
         grid, keywords = self._each("project", 2 * self.width)
         kernels.project_kernel[grid](
@@ -271,18 +271,13 @@ class Call:
         (x_hat, rstd), (w, shift) = self._of_x(), self._of_input(gamma, beta)
         grad_x = torch.empty_like(self.x)
         hopper, config = self._hopper("input_gradient")
-        both = hopper is not None and "step" in config  # with the gradients of the gates
-        if not both:
-            self._gate_gradient(grads, x_hat, w, shift)
-        if both:
+        if hopper:  # with the gradients of the gates
             mask = None if self.mask is None else self.mask.flatten()
             dealt = None if self._dealt is None else self._dealt[0][: 5 * self.width]
             flat = grads[0].flatten(1), w, dealt, shift, mask, x_hat.flatten(0, 2), rstd, grad_out, grad_x
             self._output_products = hopper.triangle_both(*flat, residual, self.output_shares, **config)
-        elif hopper:
-            flat = grads[0].flatten(1), w, grad_out, x_hat, rstd, grad_x
-            hopper.triangle_input(*flat, residual, **config)
         else:
+            self._gate_gradient(grads, x_hat, w, shift)
             grid, keywords = self._each("input_gradient", self.width)
             kernels.input_gradient_kernel[grid](
                 grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
@@ -302,12 +297,6 @@ class Call:
 
     def _gate_gradient(self, grads: Tensor, x_hat: Tensor, w: Tensor, shift: Tensor) -> None:
         """Turn the gradients of the operands, the first 2 C channels, into those of values, gates in the next 2 C."""
-        hopper, config = self._hopper("gate_gradient")
-        if hopper:
-            mask = None if self.mask is None else self.mask.flatten()
-            first, second = grads[0, : 2 * self.width], grads[0, 2 * self.width : 4 * self.width]
-            hopper.triangle_operands(x_hat.flatten(0, 2), False, w, shift, mask, first, second, **config)
-            return
         grid, sizes, keywords = self._resident("gate_gradient", 2 * self.width)
         kernels.gate_gradient_kernel[grid](
             x_hat, w, shift, self.x if self.mask is None else self.mask, grads, *sizes,
