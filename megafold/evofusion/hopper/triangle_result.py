@@ -70,14 +70,18 @@ def product_partition(
         for part in range(0, PARTS):
             gate = warpgroup_mma(x_hat, columns_of(w_s, part, STEP, C), zero, use_acc=False, is_async=True)
             value = warpgroup_mma(p_hat, columns_of(w_s, PARTS + part, STEP, C), zero, use_acc=False, is_async=True)
+            if HAS_DROPPED:
+                drawn = gl.load(dropped + (factor + part * STEP)[:, None] + n[None, :])
+            if RESIDUAL:
+                above = gl.load(x_again + at + part * STEP)
             gate = warpgroup_mma_wait(1, [gate])
             gate = sigmoid(spread(gate, STEP) + gl.load(gate_shift + part * STEP + n)[None, :])
             if HAS_DROPPED:
-                gate *= gl.load(dropped + (factor + part * STEP)[:, None] + n[None, :]).to(gl.float32)
+                gate *= drawn.to(gl.float32)
             value = warpgroup_mma_wait(0, [value])
             value = (spread(value, STEP) + gl.load(out_shift + part * STEP + n)[None, :]) * gate
             if RESIDUAL:
-                value += gl.load(x_again + at + part * STEP).to(gl.float32)
+                value += above.to(gl.float32)
             gl.store(out + at + part * STEP, value.to(out.dtype.element_ty))
 
 
