@@ -59,28 +59,26 @@ def _place(column):
 @triton.jit
 def _finish(
     products, sums, w0, w1, gamma, beta, grad0, grad1, grad_gamma, grad_beta, p_o, s_o, c, C: tl.constexpr,
-    FIRST: tl.constexpr, PARTS: tl.constexpr,
+    FIRST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Columns c of the gradients of PARTS x C rows of weights, FIRST x C of them in w0, and of their LayerNorm."""
+    """Columns c of the gradients of PARTS x C rows of weights, FIRST x C of them in w0, and of their LayerNorm; ROWS: a
+    power of two that holds them."""
     scale, offset = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
-    of_scale = tl.zeros([C], tl.float32)[:, None] * c[None, :]
-    of_offset = of_scale
-    for part in tl.static_range(PARTS):
-        row = tl.arange(0, C)
-        at = row[:, None] * C + c[None, :]
-        g = tl.load(products + (part * C + row)[:, None] * p_o + c[None, :])
-        s = tl.load(sums + (part * C + row) * s_o)[:, None]
-        if part < FIRST:
-            weight = tl.load(w0 + part * C * C + at).to(tl.float32)
-            tl.store(grad0 + part * C * C + at, (g * scale[None, :] + s * offset[None, :]).to(grad0.dtype.element_ty))
-        else:
-            weight = tl.load(w1 + (part - FIRST) * C * C + at).to(tl.float32)
-            out = (g * scale[None, :] + s * offset[None, :]).to(grad1.dtype.element_ty)
-            tl.store(grad1 + (part - FIRST) * C * C + at, out)
-        of_scale += weight * g
-        of_offset += weight * s
-    tl.store(grad_gamma + c, tl.sum(of_scale, 0).to(grad_gamma.dtype.element_ty))
-    tl.store(grad_beta + c, tl.sum(of_offset, 0).to(grad_beta.dtype.element_ty))
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * C + c[None, :]
+    first, second = (row < FIRST * C)[:, None], ((row >= FIRST * C) & (row < PARTS * C))[:, None]
+    # All loads before any store, so that they are on their way together.
+    g = tl.load(products + row[:, None] * p_o + c[None, :], mask=first | second, other=0.0)
+    s = tl.load(sums + row * s_o, mask=row < PARTS * C, other=0.0)[:, None]
+    weight = tl.load(w0 + at, mask=first, other=0.0).to(tl.float32)
+    if PARTS > FIRST:
+        weight += tl.load(w1 + at - FIRST * C * C, mask=second, other=0.0).to(tl.float32)
+    grad = g * scale[None, :] + s * offset[None, :]
+    tl.store(grad0 + at, grad.to(grad0.dtype.element_ty), mask=first)
+    if PARTS > FIRST:
+        tl.store(grad1 + at - FIRST * C * C, grad.to(grad1.dtype.element_ty), mask=second)
+    tl.store(grad_gamma + c, tl.sum(weight * g, 0).to(grad_gamma.dtype.element_ty))
+    tl.store(grad_beta + c, tl.sum(weight * s, 0).to(grad_beta.dtype.element_ty))
 
 
 @triton.jit
@@ -93,12 +91,13 @@ def finish_kernel(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) == 0:
         _finish(
-            products, sums, w_in, w_gate, gamma, beta, grad_in, grad_gate, grad_gamma, grad_beta, p_o, s_o, c, C, 4, 5
-        )
+            products, sums, w_in, w_gate, gamma, beta, grad_in, grad_gate, grad_gamma, grad_beta, p_o, s_o, c, C, 4, 5,
+            8 * C,
+        )  # fmt: skip
     else:
         _finish(
             out_products, out_sums, w_out, w_out, out_gamma, out_beta, grad_out, grad_out, grad_out_gamma,
-            grad_out_beta, out_p_o, out_s_o, c, C, 1, 1,
+            grad_out_beta, out_p_o, out_s_o, c, C, 1, 1, C,
         )  # fmt: skip
 
 
