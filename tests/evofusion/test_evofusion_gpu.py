@@ -82,6 +82,15 @@ def test_every_narrow_width(width):
         assert_in_budget(case)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["transition", "projections", "conditioned transition"])
+def test_two_sums_in_one_launch(name, dtype):
+    config = configuration("weight_gradient", dtype, torch.device("cuda", 0))
+    with overridden("weight_gradient", config | {"joint": 1}):
+        assert_in_budget(SMALL[name](Draw(dtype, "cuda")))
+        assert_in_budget(cases.norm_project_case(Draw(dtype, "cuda"), (2, 333), 64, outputs=32, count=3, heads=16))
+
+
 @pytest.mark.parametrize("width", [64, 384, 768, 801])
 def test_transition_at_the_stock_widths(width):
     assert_in_budget(cases.transition_case(Draw(BF16, "cuda"), (2, 500), width))
