@@ -30,21 +30,31 @@ WORK: dict[str, Callable[[Draw], Case]] = {
 }
 
 
+KEPT = ("gluon", "joint")
+"""What is not tuned: candidates have it as the configuration does. They are timed without Gluon's kernels, whose times
+say nothing about the blocks of the kernels that run where those do not."""
+
+
 def candidates(config: dict, arch: str) -> Iterator[dict]:
     """The configuration, and its neighbours with other blocks, warps and stages."""
     stages = (1, 2, 3) if arch.startswith("sm_") else (1, 2)
+    kept = {name: config[name] for name in KEPT if name in config}
     if "block_l" not in config:
         yield from ({**config, "num_warps": warps} for warps in (1, 2, 4, 8))
         return
     for block_l, block_o, warps, stage in itertools.product((32, 64, 128), (16, 32, 64, 128), (4, 8), stages):
         if block_l * block_o <= 8192:
-            found = {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage}
+            found = {"block_l": block_l, "block_o": block_o, "num_warps": warps, "num_stages": stage, **kept}
             if "programs" in config:
                 yield from ({**found, "programs": n} for n in (1, 2, 3, 4))
             elif "resident" in config:
                 yield from ({**found, "resident": n} for n in (0, 1))
             else:
                 yield found
+
+
+def _without_gluon(config: dict) -> dict:
+    return {name: value for name, value in config.items() if name != "gluon"}
 
 
 def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bool = True) -> Path:
@@ -70,7 +80,7 @@ def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bo
         for bits, config in table["configs"][kernel].items():
             if bits == "16" or kernel.startswith("smooth_lddt"):
                 tried = [config, *candidates(config, arch)]
-                best = min(tried, key=lambda c, kernel=kernel, run=run: _time(kernel, run, c))
+                best = min(tried, key=lambda c, kernel=kernel, run=run: _time(kernel, run, _without_gluon(c)))
                 table["configs"][kernel][bits] = best
     return triton_support.write_table(table, "evofusion", out)
 
