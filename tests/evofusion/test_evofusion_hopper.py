@@ -193,27 +193,26 @@ def test_triangle_operands(draw, normed, stages):
 
 
 @pytest.mark.parametrize("programs", [3, 4])
-@pytest.mark.parametrize(("step", "stages"), [(64, 2), (64, 3), (32, 6)])
-def test_triangle_both(draw, step, stages, programs):
-    """22 tiles: programs with as many for both groups, and with one more for the first."""
+@pytest.mark.parametrize(("step", "stages", "groups"), [(64, 2, 2), (64, 3, 2), (32, 6, 2), (32, 4, 3)])
+def test_triangle_both(draw, step, stages, groups, programs):
+    """22 tiles: programs with as many for all groups, and with one more for some."""
     pairs = 1408
     x, w, shift, grads, grad_out = draw(pairs, C), draw(640, C, scale=0.1), draw(640), draw(640, pairs), draw(pairs, C)
     mask, grad_x = (draw(pairs) > -0.8).astype(np.uint8), empty(pairs, C)
     x_, w_, shift_, grads_, grad_ = wide(x, w, shift, grads, grad_out)
     rstd = (1 / np.sqrt(x.var(1) + EPS)).astype(np.float32)
     hat = norm(x_)
-    shares, added = draw(5, C, C + 8), empty(C, C + 8)
     planes = Descriptor(grads, grads.shape, (pairs, 1), (step, TILE))
     EMULATOR.launch(
         triangle_both.triangle_both_kernel_sm90, programs, *pointer(padded_rows(hat.detach().float().numpy())), planes,
-        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x, shares, added),
-        len(shares), pairs // TILE, STEP=step, STAGES=stages, HAS_MASK=True, RESIDUAL=True, SHARES=added.size, **FIXED,
+        rows(deal(w), (step, C)), *pointer(shift), Pointer(mask), *pointer(rstd, grad_out, grad_x), pairs // TILE,
+        STEP=step, STAGES=stages, GROUPS=groups, HAS_MASK=True, RESIDUAL=True, **FIXED,
     )  # fmt: skip
     pre = hat @ w_.T + shift_
     operands = pre[:, :256] * pre[:, 256:512].sigmoid() * torch.from_numpy(mask).double()[:, None]
     total = (operands * grads_[:256].T).sum() + (pre[:, 512:] * grads_[512:].T).sum()
     of_x, of_pre = torch.autograd.grad(total, (x_, pre))
-    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T), added=(added, torch.from_numpy(shares).sum(0)))
+    check(grad_x=(grad_x, of_x + grad_), grads=(grads, of_pre.T))
 
 
 @pytest.mark.parametrize("held", [2, 4])

@@ -183,29 +183,23 @@ def _planes(planes: Tensor, channels: int) -> TensorDescriptor:
 
 def triangle_both(
     grads: Tensor, w: Tensor, dealt: Tensor | None, shift: Tensor, mask: Tensor | None, x_hat: Tensor, rstd: Tensor,
-    grad_out: Tensor, grad_x: Tensor, residual: bool, shares: Tensor | None, registers: int, stages: int, step: int,
-) -> Tensor | None:  # fmt: skip
+    grad_out: Tensor, grad_x: Tensor, residual: bool, registers: int, stages: int, step: int, groups: int = 2,
+) -> None:  # fmt: skip
     """Turn the gradients of the operands in grads [640, M] into those of values and gates, and fill grad_x [M, 128].
 
     Args:
         grads: first 256 channels: of the operands, and then of the values; the next 256 are written for the gates; the
             last 128 are read. w: [640, 128]; dealt: the same with dealt columns, else made here. shift: [640], fp32.
-        mask: [M] uint8. x_hat: [M, 136]. rstd: [M]. grad_out: [M, 128]. shares: of `triangle_output_weights`.
-
-    Returns:
-        The sum of the shares, in their order.
+        mask: [M] uint8. x_hat: [M, 136]. rstd: [M]. grad_out: [M, 128].
     """
     dealt = _with_dealt_columns(*w.split(WIDTH)) if dealt is None else dealt
     tiles, grid = _work(x_hat)
-    total = None if shares is None else torch.empty_like(shares[0])
     planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
     triangle_both_kernel_sm90[grid](
         x_hat, planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
-        rstd if shares is None else shares, rstd if total is None else total, 0 if shares is None else len(shares),
-        tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual,
-        SHARES=0 if total is None else total.numel(), REGISTERS=registers, num_warps=4,
+        tiles, C=WIDTH, STEP=step, STAGES=stages, GROUPS=groups, HAS_MASK=mask is not None, RESIDUAL=residual,
+        REGISTERS=registers, num_warps=4,
     )  # fmt: skip
-    return total
 
 
 def serves(x: Tensor, dtype: torch.dtype, *others: Tensor) -> bool:

@@ -80,7 +80,7 @@ KERNELS = {
     "triangle_both": (
         triangle_both_kernel_sm90,
         {"w": MATRIX, "grads": [64, 64]},
-        {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True, "SHARES": 128 * 136},
+        {"C": 128, "STEP": 64, "STAGES": 3, "GROUPS": 2, "HAS_MASK": True, "RESIDUAL": True},
     ),
 }
 ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
@@ -89,8 +89,8 @@ ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
 STREAM = ("x", "grad_out", "other", "grad_x", "x_again", "out", "cond", "other_x", "other_cond", "grad_cond")
 """Arguments in the dtype of the residual stream, where a kernel has them."""
 
-PRECISE = ("partial", "shares", "total", "shift", "gate_shift", "out_shift", "rstd", "rstds")
-LENGTHS = ("M", "L", "N", "number", "d_i", "d_j")
+PRECISE = ("partial", "shift", "gate_shift", "out_shift", "rstd", "rstds")
+LENGTHS = ("M", "L", "N", "d_i", "d_j")
 
 
 @dataclass(frozen=True)

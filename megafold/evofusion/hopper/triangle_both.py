@@ -48,7 +48,7 @@ def prefetch_rows(source, start, PITCH: gl.constexpr):
 @gluon.jit
 def load_partition(
     shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    RESIDUAL: gl.constexpr,
+    GROUPS: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """Keeps the stages of one group filled, and has what it reads by itself on the way to L2."""
     w_s, g_s, _, w_ready, ready, free = shared
@@ -59,9 +59,9 @@ def load_partition(
         mbarrier.expect(w_ready, 5 * C // STEP * w.block_type.nbytes)
         for part in range(0, 5 * C // STEP):
             tma.async_copy_global_to_shared(w, [part * STEP, 0], w_ready, w_s.index(part))
-    for at in range(0, tiles_of(GROUP, tiles, 2) * PARTS):
+    for at in range(0, tiles_of(GROUP, tiles, GROUPS) * PARTS):
         turn, part = at // PARTS, at % PARTS
-        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
+        start = (gl.program_id(0) + (GROUPS * turn + GROUP) * gl.num_programs(0)) * TILE
         if part == 0:
             prefetch_rows(x_hat, start, C + 8)
             if RESIDUAL:
@@ -75,24 +75,9 @@ def load_partition(
 
 
 @gluon.jit
-def sum_partition(shares, total, number, SIZE: gl.constexpr):
-    """Adds a part of so many shares [SIZE] in their order, by one warp: what it waits for, nobody else does."""
-    at = gl.arange(0, 128, gl.BlockedLayout([4], [32], [1], [0]))
-    line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    for first in range(gl.program_id(0) * 128, SIZE, gl.num_programs(0) * 128):
-        for share in range(0, number, 8):
-            ahead = share + line // 4
-            prefetch(shares + gl.where(ahead < number, ahead, number - 1) * SIZE + first + line % 4 * 32)
-        added = gl.zeros([128], gl.float32, gl.BlockedLayout([4], [32], [1], [0]))
-        for share in range(0, number):
-            added += gl.load(shares + share * SIZE + first + at)
-        gl.store(total + first + at, added)
-
-
-@gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
+    GROUPS: gl.constexpr, HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     w_s, g_s, gate_s, w_ready, ready, free = shared
     x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles = work
@@ -109,8 +94,8 @@ def product_partition(
     n = gl.arange(0, STEP, gl.SliceLayout(0, narrow))
     stage_of_gates = gate_s.index(GROUP).permute((1, 0))
     mbarrier.wait(w_ready, 0)
-    for turn in range(0, tiles_of(GROUP, tiles, 2)):
-        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
+    for turn in range(0, tiles_of(GROUP, tiles, GROUPS)):
+        start = (gl.program_id(0) + (GROUPS * turn + GROUP) * gl.num_programs(0)) * TILE
         hat = gl.load(x_hat + (start + l).to(gl.int64)[:, None] * (C + 8) + c)
         hat = gl.convert_layout(deal(hat, C, product), left)
         if HAS_MASK:
@@ -148,11 +133,8 @@ def product_partition(
             tma.async_copy_shared_to_global(grads, [part * STEP, start], g_s.index(stage))
             tma.async_copy_shared_to_global(grads, [(OPERANDS + part) * STEP, start], gate_s.index(GROUP))
             grad = warpgroup_mma_wait(0, [grad])
-        # What comes behind the last products is on its way during these.
-        places = (start + l).to(gl.int64)[:, None] * C + c
-        scale = gl.load(rstd + start + l)
-        if RESIDUAL:
-            above = gl.load(grad_out + places)
+        if RESIDUAL and GROUPS == 2:  # with registers for what is on its way during the last products
+            above = gl.load(grad_out + (start + l).to(gl.int64)[:, None] * C + c)
         for part in range(OPERANDS, PARTS):
             at = turn * PARTS + part
             stage = GROUP * STAGES + at % STAGES
@@ -170,8 +152,11 @@ def product_partition(
         hat = spread(gl.convert_layout(hat, product), C).to(gl.float32)
         mean = gl.sum(grad, 1) / C
         slope = gl.sum(grad * hat, 1) / C
-        grad = scale[:, None] * (grad - mean[:, None] - hat * slope[:, None])
+        grad = gl.load(rstd + start + l)[:, None] * (grad - mean[:, None] - hat * slope[:, None])
+        places = (start + l).to(gl.int64)[:, None] * C + c
         if RESIDUAL:
+            if GROUPS > 2:
+                above = gl.load(grad_out + places)
             grad += above.to(gl.float32)
         gl.store(grad_x + places, grad.to(grad_x.dtype.element_ty))
     tma.store_wait(0)
@@ -179,33 +164,46 @@ def product_partition(
 
 @gluon.jit
 def triangle_both_kernel_sm90(
-    x_hat, grads, w, shift, mask, rstd, grad_out, grad_x, shares, total, number, tiles,
-    C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
-    SHARES: gl.constexpr, REGISTERS: gl.constexpr,
+    x_hat, grads, w, shift, mask, rstd, grad_out, grad_x, tiles,
+    C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, HAS_MASK: gl.constexpr,
+    RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: grads [5 C, M], see `triangle_multiplication.kernels`; w [5 C, C] with dealt columns. x_hat
     [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles.
-    SHARES: numbers of a share of another kernel, fp32; `number` of them are added to `total`."""
+    GROUPS: 2, or 3 with fewer registers each."""
     w_s = gl.allocate_shared_memory(w.dtype, [5 * C // STEP, STEP, C], w.layout)
-    g_s = gl.allocate_shared_memory(grads.dtype, [2 * STAGES, STEP, TILE], grads.layout)
-    gate_s = gl.allocate_shared_memory(grads.dtype, [2, STEP, TILE], grads.layout)
+    g_s = gl.allocate_shared_memory(grads.dtype, [GROUPS * STAGES, STEP, TILE], grads.layout)
+    gate_s = gl.allocate_shared_memory(grads.dtype, [GROUPS, STEP, TILE], grads.layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
-    init_barriers(ready, 2 * STAGES)
-    init_barriers(free, 2 * STAGES)
+    init_barriers(ready, GROUPS * STAGES)
+    init_barriers(free, GROUPS * STAGES)
     shared = (w_s, g_s, gate_s, w_ready, ready, free)
     loads = (x_hat, grads, w, grad_out, tiles)
     work = (x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles)
-    gl.warp_specialize(
-        [
-            (product_partition, (shared, work, 0, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
-            (product_partition, (shared, work, 1, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
-            (load_partition, (shared, loads, 0, C, STEP, STAGES, RESIDUAL)),
-            (load_partition, (shared, loads, 1, C, STEP, STAGES, RESIDUAL)),
-            (sum_partition, (shares, total, number, SHARES)),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (product_partition, (shared, work, 0, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
+                (product_partition, (shared, work, 1, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
+                (product_partition, (shared, work, 2, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
+                (load_partition, (shared, loads, 0, C, STEP, STAGES, GROUPS, RESIDUAL)),
+                (load_partition, (shared, loads, 1, C, STEP, STAGES, GROUPS, RESIDUAL)),
+                (load_partition, (shared, loads, 2, C, STEP, STAGES, GROUPS, RESIDUAL)),
+            ],
+            [4, 4, 1, 1, 1],
+            [REGISTERS, REGISTERS, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (product_partition, (shared, work, 0, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
+                (product_partition, (shared, work, 1, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
+                (load_partition, (shared, loads, 0, C, STEP, STAGES, GROUPS, RESIDUAL)),
+                (load_partition, (shared, loads, 1, C, STEP, STAGES, GROUPS, RESIDUAL)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 24, 24],
+        )

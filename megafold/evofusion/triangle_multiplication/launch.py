@@ -59,7 +59,6 @@ class Call:
         self._normalized: Pair | None = None
         self._output_rows: Pair | None = None
         self._output_products: Tensor | None = None
-        self.output_shares: Tensor | None = None
         self._dealt: tuple[Tensor, Tensor, Tensor] | None = None
         self.joins = bool(configuration("triangle_input_gradient", dtype, x.device).get("joint"))
 
@@ -207,11 +206,11 @@ class Call:
             rstd = self.x.new_empty((1, self.tall, self.padded), dtype=torch.float32)
             self._normalized = x_hat, rstd
             if self._dealt is not None and "of_weights" in config and self.x.dtype == self.dtype:
-                self.output_shares = hopper.triangle_output_weights(
+                self._output_products = hopper.triangle_output_weights(
                     self.x.flatten(0, 2), product[0].flatten(1), self._dealt[0][4 * width :], self._dealt[2], grad_out,
                     self.dropped, self.strides[1:], self.size, x_hat, rstd, grads[0, 4 * width :].flatten(1),
                     grad_product[0].flatten(1), **config,
-                )  # fmt: skip
+                ).sum(0)  # fmt: skip
                 return grads, grad_product
             # Channels of the operands, whose gradients come later, have room for both.
             p_hat, upstream, _ = grads.flatten().split((pairs * (width + 8), pairs * width, pairs * (3 * width - 8)))
@@ -245,8 +244,6 @@ class Call:
         """Products [C, C] and sums [C, 1] over the pairs that these gradients are made of."""
         if self._output_rows is not None:
             self._output_products = product_over_rows(*self._output_rows)
-        elif self._output_products is None and self.output_shares is not None:
-            self._output_products = self.output_shares.sum(0)
         if (products := self._output_products) is not None:
             return products[:, : self.width], products[:, self.width : self.width + 1]
         upstream = grads[:, : self.width]
@@ -276,7 +273,7 @@ class Call:
             mask = None if self.mask is None else self.mask.flatten()
             dealt = None if self._dealt is None else self._dealt[0][: 5 * self.width]
             flat = grads[0].flatten(1), w, dealt, shift, mask, x_hat.flatten(0, 2), rstd, grad_out, grad_x
-            self._output_products = hopper.triangle_both(*flat, residual, self.output_shares, **config)
+            hopper.triangle_both(*flat, residual, **config)
         else:
             self._gate_gradient(grads, x_hat, w, shift)
             grid, keywords = self._each("input_gradient", self.width)
@@ -378,8 +375,7 @@ def backward(
         call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
         of_norms = norm_weight, norm_bias, product, out_norm_weight, out_norm_bias
         grads, grad_product = call.output_gradient(grad_out, *of_norms)
-        # The kernel behind the operands' gradients may add the shares of the first one.
-        of_output = call.output_products(grads) if call.output_shares is None else None
+        of_output = call.output_products(grads)
         if not operands.numel():
             operands = grads[:, 2 * call.width : 4 * call.width]
             call.project(norm_weight, norm_bias, grads, first=2 * call.width)
@@ -388,7 +384,6 @@ def backward(
             operand_gradients(grad_product[b], left, right, outgoing, out=(grad_left, grad_right))
         del grad_product
         grad_x, of_input = call.input_products(grad_out, norm_weight, norm_bias, grads, residual)
-        of_output = call.output_products(grads) if of_output is None else of_output
         of_weights = call.through_norms(of_input, of_output, norm_weight, norm_bias, out_norm_weight, out_norm_bias)
     grad_in, grad_gate, grad_out_weight, grad_gamma, grad_beta, grad_out_gamma, grad_out_beta = of_weights
     return grad_x, grad_gamma, grad_beta, grad_in, grad_gate, grad_out_gamma, grad_out_beta, grad_out_weight
