@@ -222,11 +222,12 @@ FIXED = {
     **{
         name: (
             Kernel("weight_finish", "finish_kernel", FINISHED, {**NORMS, **flags, **blocks}, SHARES, matrix=False),
-            {"block_o": block_o},
+            {"block_o": block_o, "num_warps": num_warps},
         )
-        for name, flags, blocks, block_o in (
-            ("finish", {"PARTS": 2}, {"BLOCK_S": 32, "BLOCK_C": 32}, 4),
-            ("finish_whole", {"PARTS": 1}, {"BLOCK_S": 1, "BLOCK_C": 128}, 32),
+        for name, flags, blocks, block_o, num_warps in (
+            ("finish", {"PARTS": 2}, {"BLOCK_S": 32, "BLOCK_C": 32}, 2, 8),
+            ("finish_many", {"PARTS": 2}, {"BLOCK_S": 64, "BLOCK_C": 32}, 2, 16),
+            ("finish_whole", {"PARTS": 1}, {"BLOCK_S": 1, "BLOCK_C": 128}, 32, 8),
         )
     },
     "two_weight_gradients": (
@@ -245,7 +246,7 @@ FIXED = {
             "weight_finish",
             "finish_norm_kernel",
             ("grad_gamma", "grad_beta"),
-            {"BLOCK_S": 128, "BLOCK_C": 32},
+            {"BLOCK_S": 128, "BLOCK_C": 8},
             {"shares": "*fp32:16"},
             matrix=False,
         ),

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from megafold.evofusion.launch import ceil_div
 
-WHOLE = {"BLOCK_S": 1, "BLOCK_O": 32, "BLOCK_C": 128}
-SHARED = {"BLOCK_S": 32, "BLOCK_O": 4, "BLOCK_C": 32}
-"""Blocks of sums that are there as one, and in shares: several hundred programs, or adding takes as long as a pass over
-the rows does."""
+WHOLE = {"BLOCK_S": 1, "BLOCK_O": 32, "BLOCK_C": 128, "num_warps": 8}
+SHARED = {"BLOCK_S": 32, "BLOCK_O": 2, "BLOCK_C": 32, "num_warps": 8}
+MANY_SHARED = {"BLOCK_S": 64, "BLOCK_O": 2, "BLOCK_C": 32, "num_warps": 16}
+"""Blocks of sums that are there as one, in shares, and in more than four blocks of them. Compilers keep only about two
+loads of a thread on their way, whatever it asks for: so threads have two of 16 bytes each, and there are many threads.
+More shares come with fewer outputs, and as many threads then take them."""
 
-NORM_BLOCK = {"BLOCK_S": 128, "BLOCK_C": 32}
+NORM_BLOCK = {"BLOCK_S": 128, "BLOCK_C": 8, "num_warps": 4}
 
 
 @triton.jit
@@ -37,6 +39,12 @@ def _finish(
     inside = (o < OUTPUTS)[:, None] & (c < C)[None, :]
     parts = tl.zeros([BLOCK_S, BLOCK_O, BLOCK_C], tl.float32)
     of_rows = tl.zeros([BLOCK_S, BLOCK_O], tl.float32)
+    summed = (o < OUTPUTS) & (HAS_BETA or tl.program_id(1) == 0)
+    at = c[None, :] * OUTPUTS + o[:, None] if TURNED else o[:, None] * C + c[None, :]
+    if NORM:
+        # On their way while the shares are added.
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)
     for first in range(0, splits, BLOCK_S):
         s = (first + split).to(tl.int64)
         there = first + split < splits
@@ -44,16 +52,14 @@ def _finish(
         parts += tl.load(pointers, mask=there[:, None, None] & inside[None, :, :], other=0.0).to(tl.float32)
         if HAS_BETA or HAS_BIAS:
             pointers = sums + s[:, None] * s_s + o[None, :] * s_o
-            of_rows += tl.load(pointers, mask=there[:, None] & (o < OUTPUTS)[None, :], other=0.0).to(tl.float32)
+            of_rows += tl.load(pointers, mask=there[:, None] & summed[None, :], other=0.0).to(tl.float32)
     g = tl.sum(parts, 0)
     total = tl.sum(of_rows, 0)
-    at = c[None, :] * OUTPUTS + o[:, None] if TURNED else o[:, None] * C + c[None, :]
     out = g
     if NORM:
-        out = g * tl.load(gamma + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        out = g * scale[None, :]
         if HAS_BETA:
             out += total[:, None] * tl.load(beta + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         share = shares + block * 2 * C + c
         tl.store(share, tl.sum(w * g, 0), mask=c < C)
         if HAS_BETA:
@@ -137,7 +143,8 @@ def gradients(
         gamma, beta: of the LayerNorm; wanted where a part is `normed`. bias: may be that of the first rows alone.
     """
     first, last, width = parts[0], parts[-1], parts[0].products.shape[-1]
-    blocks = SHARED if max(part.products.shape[0] for part in parts) > 1 else WHOLE
+    most = max(part.products.shape[0] for part in parts)
+    blocks = WHOLE if most == 1 else SHARED if most <= 4 * SHARED["BLOCK_S"] else MANY_SHARED
     counts = [ceil_div(part.products.shape[1], blocks["BLOCK_O"]) for part in parts]
     normed = [count if part.normed else 0 for part, count in zip(parts, counts)]
     shares = torch.empty((max(1, sum(normed)), 2, width), device=first.products.device, dtype=torch.float32)
@@ -151,12 +158,12 @@ def gradients(
         grads[-1], grads[0] if bias is None else of_bias, shares, shares[normed[0] :] if sum(normed[1:]) else shares,
         *strides, counts[0], first.products.shape[1], last.products.shape[1], 0 if bias is None else len(bias), width,
         **blocks, PARTS=len(parts), NORM0=first.normed, NORM1=last.normed, HAS_BETA=beta is not None,
-        HAS_BIAS=bias is not None, TURNED0=first.turned, TURNED1=last.turned, num_warps=4,
+        HAS_BIAS=bias is not None, TURNED0=first.turned, TURNED1=last.turned,
     )  # fmt: skip
     norms = [torch.empty_like(t) for t in (gamma, beta) if t is not None and sum(normed)]
     if norms:
         finish_norm_kernel[(ceil_div(width, NORM_BLOCK["BLOCK_C"]), len(norms))](
-            shares, norms[0], norms[-1], sum(normed), width, **NORM_BLOCK, num_warps=4
+            shares, norms[0], norms[-1], sum(normed), width, **NORM_BLOCK
         )
     return Gradients(grads, of_bias, norms)
 

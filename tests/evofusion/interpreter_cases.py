@@ -203,12 +203,12 @@ def prepared_weights() -> list[CheckResult]:
 
 
 def finished_sums() -> list[CheckResult]:
-    """Gradients from 70 shares of sums, of two weights with 9 and 33 rows; the second one is transposed in memory."""
+    """Gradients from 70 or 130 shares of sums, of two weights of 9 and 33 rows; the second is transposed in memory."""
     draw, results = cases.Draw(torch.float32, "cpu"), []
     gamma, beta = draw.normal(48), draw.normal(48)
-    for second, bias in ((True, draw.normal(9).half()), (False, draw.normal(5))):
-        first = weight_finish.Part(draw.normal(9, 48), draw.normal(70, 9, 64)[..., :48], draw.normal(70, 9))
-        products, sums = draw.normal(70, 33, 48), draw.normal(70, 33)
+    for second, bias, shares in ((True, draw.normal(9).half(), 70), (False, draw.normal(5), 130)):
+        first = weight_finish.Part(draw.normal(9, 48), draw.normal(shares, 9, 64)[..., :48], draw.normal(shares, 9))
+        products, sums = draw.normal(shares, 33, 48), draw.normal(shares, 33)
         w = draw.normal(48, 33)
         last = weight_finish.Part(w, products, sums, normed=second, turned=True)
         found = weight_finish.gradients([first, last], gamma, beta, bias)
