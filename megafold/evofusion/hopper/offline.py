@@ -79,8 +79,8 @@ KERNELS = {
     ),
     "triangle_both": (
         triangle_both_kernel_sm90,
-        {"w": [32, 128], "grads": [32, 64]},
-        {"C": 128, "STEP": 32, "STAGES": 4, "GROUPS": 3, "HAS_MASK": True, "RESIDUAL": True, "REGISTERS": 160},
+        {"w": MATRIX, "grads": [64, 64]},
+        {"C": 128, "STEP": 64, "STAGES": 3, "GROUPS": 2, "HAS_MASK": True, "RESIDUAL": True},
     ),
 }
 ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
