@@ -67,6 +67,11 @@ def define(
 _LIBRARY = torch.library.Library("megafold", "FRAGMENT")
 
 
+def dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Vectors of parameters as kernels read them: elements side by side, also of a column of a matrix."""
+    return tuple(None if vector is None else vector.contiguous() for vector in vectors)
+
+
 def refuse(operator: str, name: str, was: str, allowed: str) -> None:
     """Raise the ValueError of a wrong argument."""
     raise ValueError(f"{operator}: {name} {was}; allowed: {allowed}")

@@ -149,6 +149,13 @@ RESIDENT = {
         d, 5, 16, batch=2, mix="incoming", masked=True
     ),
 }
+STRIDED = {
+    "projections": lambda d: cases.norm_project_case(d, (1, 3, 7), 16, outputs=16, count=2, heads=3),
+    "transition": lambda d: cases.transition_case(d, (19,), 16, 32),
+    "adaptive norm": lambda d: cases.adaptive_norm_case(d, (1, 9), 16, 32),
+    "condition gate": lambda d: cases.condition_gate_case(d, (7,), 16, 32),
+    "triangle multiplication": lambda d: cases.triangle_multiplication_case(d, 3, 16),
+}
 COMPILED = (
     "transition without norm and residual",
     "heads alone",
@@ -156,6 +163,17 @@ COMPILED = (
     "conditioned transition, odd conditioning",
     "windowed attention, masks, padded head dim",
 )
+
+
+def strided(case: cases.Case) -> cases.Case:
+    """The same numbers, each parameter and input beside others: a vector a column, a matrix the left half of one."""
+
+    def beside(t: Tensor) -> Tensor:
+        place = t.new_full((*t.shape, 2), 7.0)[..., 0] if t.dim() == 1 else torch.cat([t, t], -1)[..., : t.shape[-1]]
+        return place.copy_(t)
+
+    case.inputs = {name: beside(t) for name, t in case.inputs.items()}
+    return case
 
 
 def under_compile(case: cases.Case) -> list[CheckResult]:
@@ -250,6 +268,9 @@ if __name__ == "__main__":
         results = in_budget(make(cases.Draw(torch.float16, "cpu")))
         found[f"{name} float16"] = [[r.name, r.ok, r.detail] for r in results]
     del launch.INTERPRETED["resident"], launch.INTERPRETED["joint"]
+    for name, make in STRIDED.items():
+        results = in_budget(strided(make(cases.Draw(torch.float16, "cpu"))))
+        found[f"{name} strided"] = [[r.name, r.ok, r.detail] for r in results]
     for name, check in BY_THEMSELVES.items():
         found[f"{name} float32"] = [[r.name, r.ok, r.detail] for r in check()]
     for name in COMPILED:

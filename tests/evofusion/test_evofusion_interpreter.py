@@ -25,6 +25,7 @@ def names() -> list[str]:
     plain = [f"{case} {dtype}" for case in cases for dtype in ("float32", "float16")[: 1 if case in fp32_alone else 2]]
     plain += [f"{key.value} float16" for key in assigned["RESIDENT"].keys]
     plain += [f"{key.value} float32" for key in assigned["BY_THEMSELVES"].keys]
+    plain += [f"{key.value} strided" for key in assigned["STRIDED"].keys]
     more = {"autocast": assigned["UNDER_AUTOCAST"], "compiled": assigned["COMPILED"]}
     return plain + [f"{case} {how}" for how, listed in more.items() for case in ast.literal_eval(listed)]
 

@@ -13,6 +13,7 @@ from megafold.evofusion.operator import (
     check_rows,
     check_tensors,
     define,
+    dense,
     is_narrow,
     product_dtype,
     refuse,
@@ -120,6 +121,8 @@ def _adaptive_norm(
     arguments = (x, cond, cond_norm_weight, gamma_weight, gamma_bias, beta_weight)
     if not (uses_kernels(x) and x.numel()):
         return reference.adaptive_norm(*arguments).to(product_dtype(x)), x, given
+    cond_norm_weight, gamma_bias = dense(cond_norm_weight, gamma_bias)
+    arguments = (x, cond, cond_norm_weight, gamma_weight, gamma_bias, beta_weight)
     if not passes:
         return _norm_op(*arguments, normed, product_dtype(x))[0], x, given
     out, x, cond = _Passing.apply(*arguments, normed, product_dtype(x))
@@ -155,7 +158,7 @@ def condition_gate(
     }
     check_tensors(name, y, expected)
     if uses_kernels(y) and y.numel():
-        return _gate_op(y, cond, weight, bias, residual, padded, product_dtype(y))[0]
+        return _gate_op(y, cond, weight, *dense(bias), residual, padded, product_dtype(y))[0]
     out = reference.condition_gate(y, cond, weight, bias, residual)
     return out.to(product_dtype(y) if residual is None else residual.dtype)
 

@@ -12,6 +12,7 @@ from megafold.evofusion.operator import (
     check_rows,
     check_tensors,
     define,
+    dense,
     is_narrow,
     product_dtype,
     refuse,
@@ -100,6 +101,7 @@ def _project(
     bias = _joined(weights, biases, whole=not by_kernels)
     arguments = (x, norm_weight, norm_bias, weight, bias, head_weight, len(weights))
     if by_kernels:
+        arguments = (x, *dense(norm_weight, norm_bias), *arguments[3:])
         if passes:
             *rows, by_head, x = _Passing.apply(*arguments, product_dtype(x))
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafold.evofusion.operator import check_rows, check_tensors, define, product_dtype, refuse, uses_kernels
+from megafold.evofusion.operator import check_rows, check_tensors, define, dense, product_dtype, refuse, uses_kernels
 from megafold.evofusion.transition import reference
 
 NAME = "transition"
@@ -49,7 +49,7 @@ def transition(
     }
     check_tensors(NAME, x, expected)
     if uses_kernels(x) and x.numel():
-        arguments = (x, norm_weight, norm_bias, in_weight, out_weight)
+        arguments = (x, *dense(norm_weight, norm_bias), in_weight, out_weight)
         return _forward_op(*arguments, residual, product_dtype(x))[0]
     return reference.transition(x, norm_weight, norm_bias, in_weight, out_weight, residual)
 

@@ -12,6 +12,7 @@ from megafold.evofusion.operator import (
     check_rows,
     check_tensors,
     define,
+    dense,
     is_narrow,
     product_dtype,
     refuse,
@@ -93,6 +94,7 @@ def triangle_multiplication(
             mask = mask[:, :, None] & mask[:, None, :]
         check_tensors(NAME, x, {"mask": (mask, (batch, size, size), (torch.bool,))})
     check_dropped(NAME, dropped, x.shape, x.device)
+    norm_weight, norm_bias, out_norm_weight, out_norm_bias = dense(*vectors.values())
     parameters = (norm_weight, norm_bias, in_weight, gate_weight, out_norm_weight, out_norm_bias, out_weight)
     outgoing = mix == "outgoing"
     if uses_kernels(x) and is_narrow(width) and x.numel():
