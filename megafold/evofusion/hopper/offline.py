@@ -83,6 +83,23 @@ KERNELS = {
         {"C": 128, "STEP": 64, "STAGES": 3, "GROUPS": 2, "HAS_MASK": True, "RESIDUAL": True},
     ),
 }
+VARIANTS = {
+    "project": ({"BIASED": 512}, {"BIASED": 0, "HEADS": 0, "HAS_BETA": False}, {"COUNT": 1, "BIASED": 0, "HEADS": 0}),
+    "input_gradient": ({"HEADS": 16}, {"HEADS": 0, "OTHER": False}, {"HEADS": 0, "STEP": 128}),
+    "transition": ({"NORM": False}, {"RESIDUAL": False}),
+    "transition_gradient": ({"COPY": False}, {"NORM": False, "COPY": False}),
+    "adaptive_norm_gradient": ({"OTHERS": False},),
+    "triangle_project": ({"NORM": False}, {"HAS_MASK": False}),
+    "triangle_output": ({"HAS_DROPPED": False}, {"RESIDUAL": False}),
+    "triangle_output_gradient": ({"HAS_DROPPED": False},),
+    "triangle_output_weights": ({"HAS_DROPPED": True},),
+    "triangle_both": ({"HAS_MASK": False}, {"RESIDUAL": False}),
+}
+"""What else calls may ask for: compiled by the full gate."""
+
+SPILLED = {"triangle_output_weights": 8}
+"""Bytes that move in the inner loop of a variant, once there and once back, and cost nothing that was measured."""
+
 ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
 """Kernels whose descriptors are all of the dtype of products."""
 
@@ -95,18 +112,27 @@ LENGTHS = ("M", "L", "N", "d_i", "d_j")
 
 @dataclass(frozen=True)
 class HopperCase:
-    """One kernel to compile: its name in the tables, and the dtype of the residual stream ("bf16" or "fp32")."""
+    """One kernel to compile: its name in the tables, the dtype of the residual stream ("bf16" or "fp32"), and what is
+    not as in KERNELS."""
 
     kernel: str
     dtype: str
     arch: str = "sm_90"
+    changes: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
-        return f"sm_90-hopper-{self.kernel}-{self.dtype}"
+        changes = "".join(f"-{name}={value}" for name, value in self.changes)
+        return f"sm_90-hopper-{self.kernel}-{self.dtype}{changes}"
+
+    @property
+    def may_spill(self) -> int:
+        """Bytes."""
+        return SPILLED.get(self.kernel, 0) if self.changes else 0
 
     def compile(self) -> OfflineKernel:
         """Compile for lengths that are multiples of 16. What counts as spilled is what moves in the inner loops."""
         kernel, descriptors, constants = KERNELS[self.kernel]
+        constants = constants | dict(self.changes)
         held = 2 if self.dtype == "bf16" else 1
         constants = {name: {"held": held, "twice": 2 * held}.get(value, value) for name, value in constants.items()}
         constants.setdefault("REGISTERS", 240)
@@ -122,11 +148,12 @@ class HopperCase:
         return replace(compiled, spill_bytes=4 * compiled.loop_spills)
 
 
-def cases() -> Iterator[HopperCase]:
-    """Every kernel, with a residual stream in bf16 and in fp32."""
+def cases(full: bool = False) -> Iterator[HopperCase]:
+    """Every kernel, with a residual stream in bf16 and in fp32; in all VARIANTS with `full`."""
     for kernel in KERNELS:
         for dtype in ("bf16",) if kernel in ONLY_BF16 else ("bf16", "fp32"):
-            yield HopperCase(kernel, dtype)
+            for changes in ({}, *(VARIANTS[kernel] if full else ())):
+                yield HopperCase(kernel, dtype, changes=tuple(changes.items()))
 
 
 def _descriptor(block: list[int], dtype: str) -> str:
