@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +34,12 @@ WORK: dict[str, Callable[[Draw], Case]] = {
 KEPT = ("gluon", "joint")
 """What is not tuned: candidates have it as the configuration does. They are timed without Gluon's kernels, whose times
 say nothing about the blocks of the kernels that run where those do not."""
+
+REPLACED = {
+    "triangle_product_gradient": "triangle_output_gradient",
+    "triangle_gate_gradient": "triangle_input_gradient",
+}
+"""Kernels in whose place a Gluon kernel runs that another configuration asks for."""
 
 
 def candidates(config: dict, arch: str) -> Iterator[dict]:
@@ -76,11 +83,13 @@ def tune(out: Path | None = None, *, kernels: tuple[str, ...] = (), progress: bo
     device, table = triton_support.table_to_tune("evofusion")
     arch = triton_support.architecture(device.index)
     for kernel in tqdm(kernels or list(table["configs"]), disable=not progress, desc="evofusion"):
-        run = _runner(kernel, device)
+        run, replaced = _runner(kernel, device), REPLACED.get(kernel)
+        beside = overridden(replaced, _without_gluon(table["configs"][replaced]["16"])) if replaced else nullcontext()
         for bits, config in table["configs"][kernel].items():
             if bits == "16" or kernel.startswith("smooth_lddt"):
                 tried = [config, *candidates(config, arch)]
-                best = min(tried, key=lambda c, kernel=kernel, run=run: _time(kernel, run, _without_gluon(c)))
+                with beside:
+                    best = min(tried, key=lambda c, kernel=kernel, run=run: _time(kernel, run, _without_gluon(c)))
                 table["configs"][kernel][bits] = best
     return triton_support.write_table(table, "evofusion", out)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -58,6 +60,27 @@ def test_every_kernel_has_an_operator_that_times_it_and_candidates(arch):
         for config in by_bits.values():
             found = list(tune.candidates(config, arch))
             assert len(found) > 3 and all(set(candidate) == set(config) for candidate in found)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "other"),
+    [
+        ("triangle_product_gradient", "triangle_output_gradient"),
+        ("triangle_gate_gradient", "triangle_input_gradient"),
+    ],
+)
+def test_a_kernel_is_timed_where_gluon_does_not_run_in_its_place(kernel, other, monkeypatch, tmp_path):
+    table, seen = copy.deepcopy(triton_support.shipped_table("evofusion", "sm_90")), []
+    plain = {name: value for name, value in table["configs"][other]["16"].items() if name != "gluon"}
+    monkeypatch.setattr(triton_support, "table_to_tune", lambda name: (torch.device("cpu"), table))
+    monkeypatch.setattr(triton_support, "architecture", lambda index=None: "sm_90")
+    monkeypatch.setattr(tune, "_runner", lambda kernel, device: None)
+    monkeypatch.setattr(
+        tune, "_time", lambda *arguments: seen.append(configuration(other, torch.bfloat16, torch.device("cpu"))) or 1.0
+    )
+    tune.tune(tmp_path, kernels=(kernel,), progress=False)
+    assert seen and all(config == plain for config in seen)
+    assert configuration(other, torch.bfloat16, torch.device("cpu")) == INTERPRETED
 
 
 def test_a_configuration_under_trial_is_used_inside_alone():
