@@ -2,7 +2,7 @@
 
 Programs sum dy^T x_hat over their share of the rows; the shares are then added. From G = dy^T x_hat and s, the sum of
 dy over the rows, follow dW = G gamma + s beta, d(gamma) = sum_o W G and d(beta) = sum_o W s: the gradients of the
-LayerNorm's parameters cost nothing more (`weight_finish`), and x_hat is made anew from x.
+LayerNorm's parameters cost nothing more (`weight_finish`). x_hat is what the gradient of x left, or made anew from x.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """What the kernels share: how rows stream past weights that stay, and small pieces of arithmetic.
 
 A program a multiprocessor reads all weights into shared memory once. One warp keeps the copy engine busy with tiles of
-`TILE` rows; two groups of four warps take every other tile each, so that one multiplies while the other finishes.
+`TILE` rows (in `triangle_both` a warp for each group); two groups of four warps take every other tile each, so that one
+multiplies while the other finishes.
 Where both groups use a buffer in turn, each has a barrier of its own that says it is filled: a barrier tells two states
 apart, and one for both groups changes twice from one tile of a group to its next.
 
 Columns of a product are dealt out to threads in pairs, and a thread would store 4 bytes at a time. The copy engine
-therefore brings the rows of a weight that become such columns in another order (`launch.dealt`), in which a thread
+therefore brings the rows of a weight that become such columns in another order (`launch._dealt`), in which a thread
 gets eight neighbours of the true order: `spread` then only renames what the registers hold.
 """
 
