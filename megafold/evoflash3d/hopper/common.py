@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: the order of the work, the bias, and names that differ between versions of Triton.
+"""What the Hopper kernels share: the order of the work, the bias, and how kernels of the backward overlap.
 
 Gluon is Triton's lower level: layouts, shared memory, the copy engine and asynchronous products are spelt out. In each
 of these kernels some groups of warps multiply, out of step with each other, and one warp keeps the copy engine busy.
