@@ -183,7 +183,7 @@ def _planes(planes: Tensor, channels: int) -> TensorDescriptor:
 
 def triangle_both(
     grads: Tensor, w: Tensor, dealt: Tensor | None, shift: Tensor, mask: Tensor | None, x_hat: Tensor, rstd: Tensor,
-    grad_out: Tensor, grad_x: Tensor, residual: bool, registers: int, stages: int, step: int, groups: int = 2,
+    grad_out: Tensor, grad_x: Tensor, residual: bool, registers: int, stages: int, step: int,
 ) -> None:  # fmt: skip
     """Turn the gradients of the operands in grads [640, M] into those of values and gates, and fill grad_x [M, 128].
 
@@ -197,7 +197,7 @@ def triangle_both(
     planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
     triangle_both_kernel_sm90[grid](
         x_hat, planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
-        tiles, C=WIDTH, STEP=step, STAGES=stages, GROUPS=groups, HAS_MASK=mask is not None, RESIDUAL=residual,
+        tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual,
         REGISTERS=registers, num_warps=4,
     )  # fmt: skip
 

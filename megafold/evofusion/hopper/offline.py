@@ -80,7 +80,7 @@ KERNELS = {
     "triangle_both": (
         triangle_both_kernel_sm90,
         {"w": MATRIX, "grads": [64, 64]},
-        {"C": 128, "STEP": 64, "STAGES": 3, "GROUPS": 2, "HAS_MASK": True, "RESIDUAL": True},
+        {"C": 128, "STEP": 64, "STAGES": 3, "HAS_MASK": True, "RESIDUAL": True},
     ),
 }
 VARIANTS = {

@@ -48,7 +48,7 @@ def prefetch_rows(source, start, PITCH: gl.constexpr):
 @gluon.jit
 def load_partition(
     shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, RESIDUAL: gl.constexpr,
+    RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """Keeps the stages of one group filled, and has what it reads by itself on the way to L2."""
     w_s, g_s, _, w_ready, ready, free = shared
@@ -59,9 +59,9 @@ def load_partition(
         mbarrier.expect(w_ready, 5 * C // STEP * w.block_type.nbytes)
         for part in range(0, 5 * C // STEP):
             tma.async_copy_global_to_shared(w, [part * STEP, 0], w_ready, w_s.index(part))
-    for at in range(0, tiles_of(GROUP, tiles, GROUPS) * PARTS):
+    for at in range(0, tiles_of(GROUP, tiles, 2) * PARTS):
         turn, part = at // PARTS, at % PARTS
-        start = (gl.program_id(0) + (GROUPS * turn + GROUP) * gl.num_programs(0)) * TILE
+        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         if part == 0:
             prefetch_rows(x_hat, start, C + 8)
             if RESIDUAL:
@@ -77,7 +77,7 @@ def load_partition(
 @gluon.jit
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
+    HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     w_s, g_s, gate_s, w_ready, ready, free = shared
     x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles = work
@@ -94,8 +94,8 @@ def product_partition(
     n = gl.arange(0, STEP, gl.SliceLayout(0, narrow))
     stage_of_gates = gate_s.index(GROUP).permute((1, 0))
     mbarrier.wait(w_ready, 0)
-    for turn in range(0, tiles_of(GROUP, tiles, GROUPS)):
-        start = (gl.program_id(0) + (GROUPS * turn + GROUP) * gl.num_programs(0)) * TILE
+    for turn in range(0, tiles_of(GROUP, tiles, 2)):
+        start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         hat = gl.load(x_hat + (start + l).to(gl.int64)[:, None] * (C + 8) + c)
         hat = gl.convert_layout(deal(hat, C, product), left)
         if HAS_MASK:
@@ -133,7 +133,7 @@ def product_partition(
             tma.async_copy_shared_to_global(grads, [part * STEP, start], g_s.index(stage))
             tma.async_copy_shared_to_global(grads, [(OPERANDS + part) * STEP, start], gate_s.index(GROUP))
             grad = warpgroup_mma_wait(0, [grad])
-        if RESIDUAL and GROUPS == 2:  # with registers for what is on its way during the last products
+        if RESIDUAL:  # on its way during the last products
             above = gl.load(grad_out + (start + l).to(gl.int64)[:, None] * C + c)
         for part in range(OPERANDS, PARTS):
             at = turn * PARTS + part
@@ -155,8 +155,6 @@ def product_partition(
         grad = gl.load(rstd + start + l)[:, None] * (grad - mean[:, None] - hat * slope[:, None])
         places = (start + l).to(gl.int64)[:, None] * C + c
         if RESIDUAL:
-            if GROUPS > 2:
-                above = gl.load(grad_out + places)
             grad += above.to(gl.float32)
         gl.store(grad_x + places, grad.to(grad_x.dtype.element_ty))
     tma.store_wait(0)
@@ -165,45 +163,30 @@ def product_partition(
 @gluon.jit
 def triangle_both_kernel_sm90(
     x_hat, grads, w, shift, mask, rstd, grad_out, grad_x, tiles,
-    C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, HAS_MASK: gl.constexpr,
+    C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, HAS_MASK: gl.constexpr,
     RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors: grads [5 C, M], see `triangle_multiplication.kernels`; w [5 C, C] with dealt columns. x_hat
-    [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles.
-    GROUPS: 2, or 3 with fewer registers each."""
+    [M, C + 8], shift [4 C], mask and rstd [M], grad_out and grad_x [M, C]; M is a whole number of tiles."""
     w_s = gl.allocate_shared_memory(w.dtype, [5 * C // STEP, STEP, C], w.layout)
-    g_s = gl.allocate_shared_memory(grads.dtype, [GROUPS * STAGES, STEP, TILE], grads.layout)
-    gate_s = gl.allocate_shared_memory(grads.dtype, [GROUPS, STEP, TILE], grads.layout)
+    g_s = gl.allocate_shared_memory(grads.dtype, [2 * STAGES, STEP, TILE], grads.layout)
+    gate_s = gl.allocate_shared_memory(grads.dtype, [2, STEP, TILE], grads.layout)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [GROUPS * STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
-    init_barriers(ready, GROUPS * STAGES)
-    init_barriers(free, GROUPS * STAGES)
+    init_barriers(ready, 2 * STAGES)
+    init_barriers(free, 2 * STAGES)
     shared = (w_s, g_s, gate_s, w_ready, ready, free)
     loads = (x_hat, grads, w, grad_out, tiles)
     work = (x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles)
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (product_partition, (shared, work, 0, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
-                (product_partition, (shared, work, 1, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
-                (product_partition, (shared, work, 2, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
-                (load_partition, (shared, loads, 0, C, STEP, STAGES, GROUPS, RESIDUAL)),
-                (load_partition, (shared, loads, 1, C, STEP, STAGES, GROUPS, RESIDUAL)),
-                (load_partition, (shared, loads, 2, C, STEP, STAGES, GROUPS, RESIDUAL)),
-            ],
-            [4, 4, 1, 1, 1],
-            [REGISTERS, REGISTERS, 24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (product_partition, (shared, work, 0, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
-                (product_partition, (shared, work, 1, C, STEP, STAGES, GROUPS, HAS_MASK, RESIDUAL)),
-                (load_partition, (shared, loads, 0, C, STEP, STAGES, GROUPS, RESIDUAL)),
-                (load_partition, (shared, loads, 1, C, STEP, STAGES, GROUPS, RESIDUAL)),
-            ],
-            [4, 1, 1],
-            [REGISTERS, 24, 24],
-        )
+    gl.warp_specialize(
+        [
+            (product_partition, (shared, work, 0, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
+            (product_partition, (shared, work, 1, C, STEP, STAGES, HAS_MASK, RESIDUAL)),
+            (load_partition, (shared, loads, 0, C, STEP, STAGES, RESIDUAL)),
+            (load_partition, (shared, loads, 1, C, STEP, STAGES, RESIDUAL)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
+    )

@@ -12,7 +12,6 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.launch import (
     EPS,
-    ROW_MULTIPLE,
     ceil_div,
     configuration,
     hopper_kernels,
@@ -281,16 +280,8 @@ class Call:
                 grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
             )
         # The ones behind x_hat make the sums over the rows in the same product.
-        products = _summed(self._over_pairs(g.flatten(1), h.flatten(0, 1)) for g, h in zip(grads, x_hat))
+        products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
         return grad_x, (products[:, : self.width], products[:, self.width : self.width + 1])
-
-    def _over_pairs(self, channels: Tensor, rows: Tensor) -> Tensor:
-        """channels [O, M] times rows [M, C] in fp32, in as many shares of the pairs as the table says, then added."""
-        shares = configuration("triangle_input_gradient", self.dtype, self.x.device).get("shares", 1)
-        if shares == 1 or rows.shape[0] % (ROW_MULTIPLE * shares) or not rows.is_cuda:
-            return product_over_rows(channels.mT, rows)
-        parts = channels.unflatten(1, (shares, -1)).transpose(0, 1), rows.unflatten(0, (shares, -1))
-        return torch.bmm(*parts, out_dtype=torch.float32).sum(0)
 
     def through_norms(self, of_input: Pair, of_output: Pair, *norms: Tensor) -> list[Tensor]:
         """Gradients of the three weights and of `norms`, gamma and beta of both LayerNorms, from what `input_products`
