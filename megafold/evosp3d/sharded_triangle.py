@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.operator import product_dtype
+from megafold.evofusion.operator import dense, product_dtype
 from megafold.evosp3d.collectives import Exchange, Landing
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ def triangle_update(
         mask: [b, n, N] bool. dropped: the drawn factor, [b, 1, N, C] or [b, n, 1, C]. The weights are those of
             :func:`megafold.evofusion.triangle_multiplication.api.triangle_multiplication`.
     """
+    norm_weight, norm_bias, out_norm_weight, out_norm_bias = dense(
+        norm_weight, norm_bias, out_norm_weight, out_norm_bias
+    )
     weights = (norm_weight, norm_bias, in_weight, gate_weight, out_norm_weight, out_norm_bias, out_weight)
     return _Update.apply(x, *weights, mask, dropped, outgoing, shards, product_dtype(x))
 
