@@ -93,11 +93,6 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def in_dtype(dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Weights as kernels read them: contiguous, in the dtype of products."""
-    return tuple(weight.to(dtype).contiguous() for weight in weights)
-
-
 def shared_strides(dropped: Tensor | None) -> tuple[int, int, int]:
     """Strides of a dropout factor [B, I, J, C] along B, I and J; 0 along an axis that shares it, or without one."""
     if dropped is None:

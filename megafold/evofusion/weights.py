@@ -20,7 +20,8 @@ them in registers (see `hopper.common`; R is a multiple of 32 then)."""
 
 
 @triton.jit
-def _place(column):
+def dealt_place(column):
+    """Where a column is dealt to; see `hopper.common`."""
     return column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
 
 
@@ -36,7 +37,7 @@ def _prepare(w, out, tile, ROWS, COLUMNS, KIND: tl.constexpr, BLOCK: tl.constexp
     elif KIND == 1:
         tl.store(out + c[None, :] * ROWS + r[:, None], value, mask=inside)
     else:
-        tl.store(out + c[None, :] * ROWS + _place(r)[:, None], value, mask=inside)
+        tl.store(out + c[None, :] * ROWS + dealt_place(r)[:, None], value, mask=inside)
 
 
 @triton.jit

@@ -237,7 +237,7 @@ def test_triangle_result(draw, axis, held):
     check(out=(out, x_ + value))
 
 
-@pytest.mark.parametrize("held", [1, 2, "weights", "weights from the end"])
+@pytest.mark.parametrize("held", [1, 2, "weights"])
 @pytest.mark.parametrize("axis", ["row", "column"])
 def test_triangle_output(draw, axis, held):
     """20 rows of 32 pairs, one program with four tiles and two with three."""
@@ -249,7 +249,7 @@ def test_triangle_output(draw, axis, held):
     grad_gate, grad_product, partial = empty(C, pairs), empty(C, pairs), empty(3, C, C + 8)
     shifts = (gate_shift, out_shift) if alone else (np.concatenate([gate_shift, out_shift]),)
     transposed = [dealt(deal(np.ascontiguousarray(w_out.T)), C, 32)] * alone
-    of_weights = {"EPS": EPS, "FROM_END": held != "weights", "OF_WEIGHTS": 168}
+    of_weights = {"EPS": EPS, "OF_WEIGHTS": 168}
     EMULATOR.launch(
         triangle_output.triangle_output_kernel_sm90 if alone else OUTPUT_WEIGHTS, 3, rows(x), dealt(product, C, TILE),
         dealt(deal(np.concatenate([w_gate, w_out])), 32), *transposed,

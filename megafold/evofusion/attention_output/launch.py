@@ -8,8 +8,9 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion import rows as row_kernels
 from megafold.evofusion.attention_output import kernels
-from megafold.evofusion.launch import ceil_div, configuration, in_dtype, options, shared_strides
+from megafold.evofusion.launch import ceil_div, configuration, options, shared_strides
 from megafold.evofusion.weight_gradient import product_over_rows
+from megafold.evofusion.weights import prepared
 
 
 def forward(
@@ -29,7 +30,7 @@ def forward(
     sizes, constants = _constants("attention_output", attended, gate, weight, dropped, dtype)
     with triton_support.device_guard(attended.device):
         kernels.output_kernel[sizes[-1:]](
-            attended, attended if gate is None else gate, *in_dtype(dtype, weight),
+            attended, attended if gate is None else gate, *prepared(dtype, weight),
             attended if dropped is None else dropped, attended if residual is None else residual, out,
             *shared_strides(dropped), *sizes, RESIDUAL=residual is not None, **constants,
         )  # fmt: skip
@@ -46,7 +47,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attended, gate (without elements where there is none) and weight."""
     attended, gate, dropped = (None if t is None else t.contiguous() for t in (attended, gate, dropped))
-    grad_out, (w,) = grad_out.contiguous(), in_dtype(dtype, weight)
+    grad_out, (w,) = grad_out.contiguous(), prepared(dtype, weight)
     none = attended.new_empty(0)
     grad_attended = torch.empty_like(attended)
     grad_gate = none if gate is None else torch.empty_like(gate)

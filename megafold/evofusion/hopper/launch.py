@@ -23,8 +23,6 @@ from megafold.gluon_descriptors import TYPES, descriptor
 
 WIDTH, TILE, STEP = 128, 64, 64
 MOST_HEADS = 16
-FROM_END = True
-"""Whether the triangle's backward begins with the pairs that its forward ended with, which the cache may hold."""
 
 
 def project(
@@ -170,7 +168,7 @@ def triangle_output_weights(
     triangle_output_weights_kernel_sm90[grid](
         _rows(x), _planes(product, WIDTH), _dealt(dealt, step), grad_out, grad_out if dropped is None else dropped,
         shift, x_hat, rstd, partial, _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles,
-        C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, FROM_END=FROM_END, REGISTERS=registers,
+        C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, REGISTERS=registers,
         OF_WEIGHTS=of_weights, num_warps=4,
     )  # fmt: skip
     return partial

@@ -74,8 +74,7 @@ KERNELS = {
     "triangle_output_weights": (
         triangle_output_weights_kernel_sm90,
         {"product": PLANES, "w": [1, 4, 4, 2, 128], "grad_product": PLANES, "grad_gate": [1, 4, 4, 2, 64]},
-        {"C": 128, "STEP": 32, "HAS_DROPPED": False, "EPS": 1e-5, "FROM_END": True}
-        | {"REGISTERS": 160, "OF_WEIGHTS": 168},
+        {"C": 128, "STEP": 32, "HAS_DROPPED": False, "EPS": 1e-5} | {"REGISTERS": 160, "OF_WEIGHTS": 168},
     ),
     "triangle_both": (
         triangle_both_kernel_sm90,

@@ -37,23 +37,20 @@ AHEAD = gl.constexpr(3)
 
 
 @gluon.jit
-def start_of(count, tiles, FROM_END: gl.constexpr):
-    """First pair of the program's count-th tile."""
-    tile = gl.program_id(0) + count * gl.num_programs(0)
-    if FROM_END:
-        tile = tiles - 1 - tile
-    return tile * TILE
+def start_of(count, tiles):
+    """First pair of the program's count-th tile, from the end: the cache may hold what the forward ended with."""
+    return (tiles - 1 - gl.program_id(0) - count * gl.num_programs(0)) * TILE
 
 
 @gluon.jit
-def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr, FROM_END: gl.constexpr):
+def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr):
     w_s, x_in, p_in, _, _, _, _, _, w_ready, ready, free, _, _ = shared
     x, product, w, tiles = loads
     mbarrier.expect(w_ready, 2 * C // STEP * w.block_type.nbytes)
     for part in range(0, 2 * C // STEP):
         tma.async_copy_global_to_shared(w, [part * (STEP // 32), 0, 0, 0, 0], w_ready, w_s.index(part))
     for count in range(0, tiles_of(0, tiles, 1)):
-        start = start_of(count, tiles, FROM_END)
+        start = start_of(count, tiles)
         group = count % 2
         mbarrier.wait(free.index(group), ((count // 2) & 1) ^ 1)
         mbarrier.expect(ready.index(group), x.block_type.nbytes)
@@ -77,7 +74,7 @@ def true_place(column):
 
 
 @gluon.jit
-def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr, FROM_END: gl.constexpr):
+def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr):
     _, _, _, _, p_s, _, u_s, one_s, _, _, _, made, taken = shared
     dtype: gl.constexpr = p_s.dtype
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -91,7 +88,7 @@ def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr, FROM_END
     # The group that has made a tile is at the next but one already.
     most = tiles_of(0, tiles, 1)
     for count in range(0, AHEAD):
-        prefetch_rows(grad_out, start_of(gl.minimum(count, most - 1), tiles, FROM_END), C)
+        prefetch_rows(grad_out, start_of(gl.minimum(count, most - 1), tiles), C)
     for count in range(0, most):
         group = count % 2
         mbarrier.wait(made.index(group), (count // 2) & 1)
@@ -102,7 +99,7 @@ def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr, FROM_END
         thread_barrier()
         mbarrier.arrive(taken.index(group), count=1)
         if count + AHEAD < most:
-            prefetch_rows(grad_out, start_of(count + AHEAD, tiles, FROM_END), C)
+            prefetch_rows(grad_out, start_of(count + AHEAD, tiles), C)
     mine = partial + gl.program_id(0) * C * (C + 8)
     o = true_place(gl.arange(0, C, gl.SliceLayout(1, product)))
     c = true_place(gl.arange(0, C, gl.SliceLayout(0, product)))
@@ -114,7 +111,7 @@ def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr, FROM_END
 @gluon.jit
 def product_partition(
     shared, work, views, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr,
-    EPS: gl.constexpr, FROM_END: gl.constexpr,
+    EPS: gl.constexpr,
 ):  # fmt: skip
     w_s, x_in, p_in, x_s, p_s, gate_s, _, _, w_ready, ready, free, made, taken = shared
     grad_out, dropped, shift, x_hats, rstds, grad_gate, grad_product, d_i, d_j, N, tiles = work
@@ -134,7 +131,7 @@ def product_partition(
     x_tile, p_tile = x_s.index(GROUP), p_s.index(GROUP).reshape([C, TILE]).permute((1, 0))
     mbarrier.wait(w_ready, 0)
     for turn in range(0, tiles_of(GROUP, tiles, 2)):
-        start = start_of(2 * turn + GROUP, tiles, FROM_END)
+        start = start_of(2 * turn + GROUP, tiles)
         rows = (start + l).to(gl.int64)[:, None]
         mbarrier.wait(ready.index(GROUP), turn & 1)
         x_hat = x_in.index(GROUP).load(wide)
@@ -198,11 +195,11 @@ def product_partition(
 @gluon.jit
 def triangle_output_weights_kernel_sm90(
     x, product, w, grad_out, dropped, shift, x_hats, rstds, partial, grad_gate, grad_product, d_i, d_j, N, tiles,
-    C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr, EPS: gl.constexpr, FROM_END: gl.constexpr,
+    C: gl.constexpr, STEP: gl.constexpr, HAS_DROPPED: gl.constexpr, EPS: gl.constexpr,
     REGISTERS: gl.constexpr, OF_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """As `triangle_output_kernel_sm90`, x in the dtype of products, w both ways; shift [2 C]: of gate, output; partial
-    [programs, C, C + 8], fp32. FROM_END: begins with the last tiles, which the kernel before may have read last."""
+    [programs, C, C + 8], fp32."""
     w_s = gl.allocate_shared_memory(w.dtype, [2 * C // STEP, STEP // 32, 4, 4, 2, C], w.layout)
     x_in = gl.allocate_shared_memory(x.dtype, [2, TILE, C], x.layout)
     p_in = gl.allocate_shared_memory(product.dtype, [C // 32, 4, 4, 2, TILE], product.layout)
@@ -230,10 +227,10 @@ def triangle_output_weights_kernel_sm90(
     views = (parts_s, stage_s)
     gl.warp_specialize(
         [
-            (product_partition, (shared, work, views, 0, C, STEP, HAS_DROPPED, EPS, FROM_END)),
-            (product_partition, (shared, work, views, 1, C, STEP, HAS_DROPPED, EPS, FROM_END)),
-            (weight_partition, (shared, grad_out, partial, tiles, C, FROM_END)),
-            (load_partition, (shared, (x, product, w, tiles), C, STEP, FROM_END)),
+            (product_partition, (shared, work, views, 0, C, STEP, HAS_DROPPED, EPS)),
+            (product_partition, (shared, work, views, 1, C, STEP, HAS_DROPPED, EPS)),
+            (weight_partition, (shared, grad_out, partial, tiles, C)),
+            (load_partition, (shared, (x, product, w, tiles), C, STEP)),
         ],
         [4, 4, 1],
         [REGISTERS, OF_WEIGHTS, 24],

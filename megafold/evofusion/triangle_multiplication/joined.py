@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafold.evofusion.weights import dealt_place
+
 COLUMNS = 8
 """Of weights' gradients that a program of `finish_kernel` takes, with all of their rows."""
 
@@ -45,15 +47,9 @@ def fold_all_kernel(
     tl.store(w + o * C + at, folded)
     tl.store(shift + o + row, tl.sum(part * offset[None, :], 1))
     if C >= 32:
-        tl.store(dealt + o * C + row[:, None] * C + _place(c)[None, :], folded)
+        tl.store(dealt + o * C + row[:, None] * C + dealt_place(c)[None, :], folded)
     if C >= 32 and o >= 5 * C:
-        tl.store(transposed + c[None, :] * C + _place(o - 5 * C + row)[:, None], folded)
-
-
-@triton.jit
-def _place(column):
-    """Where a column is dealt to; see `hopper.common`."""
-    return column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
+        tl.store(transposed + c[None, :] * C + dealt_place(o - 5 * C + row)[:, None], folded)
 
 
 @triton.jit
