@@ -15,7 +15,7 @@ from experiments.contenders.timed import TimedSession, relative_errors
 from experiments.providers import Context, Unsupported
 from megafold.evofusion import cases
 from megafold.evofusion.cases import Case, Draw
-from megafold.testing import check_budget, gradients_by_name
+from megafold.testing import gradients_by_name
 
 Function = Callable[..., Tensor | Sequence[Tensor]]
 CHECK_TOKENS = {"cpu": 13, "cuda": 128}
@@ -60,7 +60,7 @@ class OperatorSession(TimedSession):
         case = self._case(tokens, CHECK_COPIES)
         exact = case.run(reference=True, double=True)
         found = gradients_by_name(self._find(case, self._device), case.inputs, case.seed)
-        self._accept(check_budget(found, case.run(reference=True), exact))
+        self._accept(case.judge(found, case.run(reference=True), exact))
         self.errors = relative_errors(found, exact)
         self.floor = operator_floor(self._workload, self._n, self._dtype.itemsize)
 

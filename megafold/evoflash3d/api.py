@@ -14,6 +14,7 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evoflash3d import reference
 from megafold.evoflash3d.statistics import statistics_pitch
+from megafold.operators import define
 
 MAX_HEAD_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -179,37 +180,16 @@ def _backward(ctx, grad_out, grad_lse):
     return (*(g if need else None for g, need in zip(grads, needs)), *(None,) * 6)
 
 
-def _no_double_backward(ctx, *grads):
-    raise NotImplementedError(
-        "evoflash3d: double backward is not implemented; use megafold.evoflash3d.reference.eager_attention where a "
-        "gradient of a gradient is needed"
-    )
-
-
-def _register(name: str, schema: str, implementation, fake, backward, setup_context=None) -> torch._ops.OpOverload:
-    # Not torch.library.custom_op: its wrapper costs more host time than launching the kernels does.
-    tags = [torch.Tag.pt2_compliant_tag]
-    if hasattr(torch.Tag, "needs_exact_strides"):
-        tags.append(torch.Tag.needs_exact_strides)
-    _LIBRARY.define(f"{name}{schema}", tags=tuple(tags))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megafold::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"megafold::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
-    return getattr(torch.ops.megafold, name).default
-
-
-_LIBRARY = torch.library.Library("megafold", "FRAGMENT")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? seed"
 _OPTIONS = "float scale, float dropout_p, int[] offsets, bool natural_lse"
-_backward_op = _register(
+_backward_op = define(
     "evoflash3d_backward",
     f"(Tensor grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}, bool needs_rows, "
     "bool needs_bias) -> (Tensor, Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
-    _no_double_backward,
 )
-_forward_op = _register(
+_forward_op = define(
     "evoflash3d", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward, _backward, _setup_context
 )
 

@@ -1,8 +1,8 @@
-"""What the operators share on the host: registration with PyTorch, when kernels run, argument checks."""
+"""What the operators share on the host: when kernels run, argument checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,41 +30,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def define(
-    name: str,
-    schema: str,
-    implementation: Callable,
-    fake: Callable,
-    backward: Callable | None = None,
-    setup_context: Callable | None = None,
-) -> torch._ops.OpOverload:
-    """Register `megafold::<name>`; without `backward`, differentiating it is an error that says so.
-
-    Not torch.library.custom_op: its wrapper costs more host time than launching the kernels does.
-    """
-    tags = [torch.Tag.pt2_compliant_tag]
-    if hasattr(torch.Tag, "needs_exact_strides"):
-        tags.append(torch.Tag.needs_exact_strides)
-    _LIBRARY.define(f"{name}{schema}", tags=tuple(tags))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megafold::{name}", fake, lib=_LIBRARY)
-
-    def refuse_double_backward(ctx: object, *grads: Tensor) -> None:
-        operator = name.removesuffix("_backward")
-        raise NotImplementedError(
-            f"{operator}: double backward is not implemented; use its reference module where a gradient of a gradient "
-            "is needed"
-        )
-
-    torch.library.register_autograd(
-        f"megafold::{name}", backward or refuse_double_backward, setup_context=setup_context, lib=_LIBRARY
-    )
-    return getattr(torch.ops.megafold, name).default
-
-
-_LIBRARY = torch.library.Library("megafold", "FRAGMENT")
 
 
 def dense(*vectors: Tensor | None) -> tuple[Tensor | None, ...]:

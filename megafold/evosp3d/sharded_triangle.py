@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evofusion.operator import dense, product_dtype
+from megafold.evofusion.vendor_product import multiply
 from megafold.evosp3d.collectives import Exchange, Landing
 
 if TYPE_CHECKING:
@@ -164,9 +165,9 @@ def _product(both: Tensor, size: int, outgoing: bool) -> Tensor:
     out = torch.empty_like(both[:, 0], memory_format=torch.contiguous_format)
     for (left, right), result in zip(both, out):
         if outgoing:  # sum over k of l[i, k] r[j, k]
-            torch.bmm(left, right.mT, out=result[..., :size])
+            multiply(left, right.mT, out=result[..., :size])
         else:  # sum over k of l[k, j] r[k, i]
-            torch.bmm(right[..., :size].mT, left, out=result)
+            multiply(right[..., :size].mT, left, out=result)
     out[..., size:] = 0
     return out
 
@@ -177,11 +178,11 @@ def _operand_gradients(grad: Tensor, both: Tensor, size: int, outgoing: bool) ->
     for upstream, (left, right), (of_left, of_right) in zip(grad, both, out):
         inner = upstream[..., :size]
         if outgoing:
-            torch.bmm(inner, right, out=of_left)
-            torch.bmm(inner.mT, left, out=of_right)
+            multiply(inner, right, out=of_left)
+            multiply(inner.mT, left, out=of_right)
         else:
-            torch.bmm(right[..., :size], upstream, out=of_left)
-            torch.bmm(left[..., :size], inner.mT, out=of_right[..., :size])
+            multiply(right[..., :size], upstream, out=of_left)
+            multiply(left[..., :size], inner.mT, out=of_right[..., :size])
     if not outgoing:
         out[..., size:] = 0
     return out

@@ -22,7 +22,7 @@ from megafold.evofusion import cases, launch, weight_finish, weights
 from megafold.evofusion.msa import outer_product
 from megafold.evofusion.transition import launch as transition_launch
 from megafold.evofusion.triangle_multiplication import joined
-from megafold.testing import CheckResult, check_budget, gradients_by_name
+from megafold.testing import CheckResult, gradients_by_name
 
 triton_support.runs_kernels = lambda device: True
 # Small enough that the cases below have several chunks, the last one shorter.
@@ -135,7 +135,7 @@ def under_autocast(case: cases.Case) -> list[CheckResult]:
     dtypes = [name for name, t in eager.items() if found[name].dtype != t.dtype]
     # The step that the budget adds is that of fp16, which products are rounded to.
     halves = {name: t.half() for name, t in found.items()}
-    results = check_budget(halves, eager, case.run(reference=True, double=True))
+    results = case.judge(halves, eager, case.run(reference=True, double=True))
     return [*results, CheckResult("dtypes", not dtypes, f"differ: {dtypes}")]
 
 
@@ -193,7 +193,8 @@ def folded_weights() -> list[CheckResult]:
     """Weights of a triangle multiplication with their LayerNorms' scales, in the orders the Hopper kernels want."""
     draw = cases.Draw(torch.float32, "cpu")
     weights, norms = [draw.normal(rows * 32, 32) for rows in (4, 1, 1)], [draw.normal(32) for _ in range(4)]
-    w, dealt, transposed, shift = joined.fold_all(weights, norms, torch.float32)
+    folded, shift = joined.fold_all(weights, norms, torch.float32)
+    w, dealt, transposed = joined.split(folded)
     plain = torch.cat([torch.cat(weights[:2]) * norms[0], weights[2] * norms[2]])
     beside = torch.cat([torch.cat(weights[:2]) @ norms[1], weights[2] @ norms[3]])
     exact = {"w": (w, plain), "dealt": (dealt, deal(plain)), "transposed": (transposed, deal(plain[160:].mT))}

@@ -12,7 +12,7 @@ from megafold.evofusion import cases
 from megafold.evofusion.cases import Case, Draw
 from megafold.evofusion.launch import configuration, overridden
 from megafold.evofusion.verify import CASES, COORDINATES
-from megafold.testing import check_budget, gradients_by_name
+from megafold.testing import gradients_by_name
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,7 +110,7 @@ def assert_in_budget_under_autocast(case: Case) -> None:
     assert {key: t.dtype for key, t in found.items()} == {key: t.dtype for key, t in eager.items()}
     # Outputs in fp32 may hold a product's rounding to bf16: the step that the budget adds is that of bf16.
     rounded = {key: t.to(BF16) for key, t in found.items()}
-    assert not [r for r in check_budget(rounded, eager, case.run(reference=True, double=True)) if not r.ok]
+    assert not [r for r in case.judge(rounded, eager, case.run(reference=True, double=True)) if not r.ok]
 
 
 @EACH

@@ -302,7 +302,7 @@ def test_the_stride_of_a_single_row_may_be_anything():
 def test_kernels_compile_and_fit(case):
     compiled = case.compile()
     assert compiled.shared_bytes <= SHARED_MEMORY_CAP["sm_90"]
-    assert compiled.spill_bytes <= case.may_spill and compiled.matrix_instructions and not compiled.early_releases
+    assert not compiled.spill_bytes and compiled.matrix_instructions and not compiled.early_releases
 
 
 def test_the_gate_compiles_what_the_table_ships():

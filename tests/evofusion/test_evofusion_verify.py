@@ -10,6 +10,7 @@ import torch
 from megafold import triton_support
 from megafold.evofusion import cases, tune, verify
 from megafold.evofusion.launch import INTERPRETED, configuration, overridden
+from megafold.testing import check_budget
 
 
 def test_the_references_pass_on_a_cpu_and_say_what_ran():
@@ -89,3 +90,11 @@ def test_a_configuration_under_trial_is_used_inside_alone():
         assert configuration("transition", torch.float32, cpu) == trial
         assert configuration("triangle_output", torch.float32, cpu) == INTERPRETED
     assert configuration("transition", torch.float32, cpu) == INTERPRETED
+
+
+@pytest.mark.parametrize(("error", "ok"), [(2e-7, True), (2e-6, False)])
+def test_what_cancels_is_judged_by_what_does_not(error, ok):
+    exact = {"bias": torch.full((4,), 1e-17).double(), "weight": torch.ones(4).double()}
+    eager = {name: t.float() for name, t in exact.items()}
+    results = check_budget(eager | {"bias": torch.full((4,), error)}, eager, exact, {"bias": "weight"})
+    assert [r.ok for r in results] == [ok, True]

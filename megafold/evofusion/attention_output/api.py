@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 from megafold.evofusion.attention_output import reference
-from megafold.evofusion.operator import (
-    check_dropped,
-    check_rows,
-    check_tensors,
-    define,
-    is_narrow,
-    product_dtype,
-    uses_kernels,
-)
+from megafold.evofusion.operator import check_dropped, check_rows, check_tensors, is_narrow, product_dtype, uses_kernels
+from megafold.operators import define
 
 NAME = "attention_output"
 

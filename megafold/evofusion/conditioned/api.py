@@ -9,17 +9,9 @@ from torch import Tensor
 
 from megafold.evofusion.conditioned import reference
 from megafold.evofusion.launch import round_up
-from megafold.evofusion.operator import (
-    check_rows,
-    check_tensors,
-    define,
-    dense,
-    is_narrow,
-    product_dtype,
-    refuse,
-    uses_kernels,
-)
+from megafold.evofusion.operator import check_rows, check_tensors, dense, is_narrow, product_dtype, refuse, uses_kernels
 from megafold.evofusion.transition.api import transition
+from megafold.operators import define
 
 
 class Conditioning(NamedTuple):

@@ -11,10 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from megafold.evofusion.hopper.common import (
     TILE,
+    VECTOR,
     columns_of,
     deal,
+    hold_vectors,
     init_barriers,
     normalize,
+    prefetch_rows,
     sigmoid,
     spread,
     tiles_of,
@@ -24,26 +27,38 @@ from megafold.gluon_barriers import release
 
 
 @gluon.jit
-def load_partition(shared, loads, C: gl.constexpr, STEP: gl.constexpr, HELD: gl.constexpr):
-    w_s, t_s, x_s, c_s, g_s, w_ready, ready, free = shared
-    x, cond, grad_out, w, w_t, tiles = loads
+def load_partition(
+    shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, HELD: gl.constexpr, OTHERS: gl.constexpr
+):
+    """Brings the tiles of one group, or of both where they share a place; and what they read by themselves to L2."""
+    w_s, t_s, x_s, c_s, g_s, _, w_ready, ready, free = shared
+    x, cond, grad_out, w, w_t, other_x, other_cond, M, tiles = loads
     PARTS: gl.constexpr = C // STEP
-    mbarrier.expect(w_ready, PARTS * (w.block_type.nbytes + 2 * w_t.block_type.nbytes))
-    for part in range(0, PARTS):
-        tma.async_copy_global_to_shared(w, [part * (STEP // 32), 0, 0, 0, 0], w_ready, w_s.index(part))
-    for part in range(0, 2 * PARTS):
-        at = [part // PARTS * (C // 32), 0, 0, 0, part % PARTS * STEP]
-        tma.async_copy_global_to_shared(w_t, at, w_ready, t_s.index(part))
-    for count in range(0, tiles_of(0, tiles, 1)):
-        start = (gl.program_id(0) + count * gl.num_programs(0)) * TILE
-        held = count % HELD
-        mine = ready.index(count % 2)
-        mbarrier.wait(free.index(held), ((count // HELD) & 1) ^ 1)
-        mbarrier.expect(mine, cond.block_type.nbytes + PARTS * (x.block_type.nbytes + grad_out.block_type.nbytes))
-        tma.async_copy_global_to_shared(cond, [start, 0], mine, c_s.index(held))
-        for piece in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(x, [start, piece * STEP], mine, x_s.index(held * PARTS + piece))
-            tma.async_copy_global_to_shared(grad_out, [start, piece * STEP], mine, g_s.index(held * PARTS + piece))
+    if GROUP == 0:
+        mbarrier.expect(w_ready, PARTS * (w.block_type.nbytes + 2 * w_t.block_type.nbytes))
+        for part in range(0, PARTS):
+            tma.async_copy_global_to_shared(w, [part * (STEP // 32), 0, 0, 0, 0], w_ready, w_s.index(part))
+        for part in range(0, 2 * PARTS):
+            at = [part // PARTS * (C // 32), 0, 0, 0, part % PARTS * STEP]
+            tma.async_copy_global_to_shared(w_t, at, w_ready, t_s.index(part))
+    if GROUP < HELD:
+        for turn in range(0, tiles_of(GROUP, tiles, HELD)):
+            count = HELD * turn + GROUP
+            start = (gl.program_id(0) + count * gl.num_programs(0)) * TILE
+            mine = ready.index(count % 2)
+            for piece in range(0, PARTS):
+                place = GROUP * PARTS + piece
+                mbarrier.wait(free.index(place), (turn & 1) ^ 1)
+                if piece == 0:
+                    nbytes: gl.constexpr = x.block_type.nbytes + grad_out.block_type.nbytes
+                    mbarrier.expect(mine, cond.block_type.nbytes + PARTS * nbytes)
+                tma.async_copy_global_to_shared(x, [start, piece * STEP], mine, x_s.index(place))
+                tma.async_copy_global_to_shared(grad_out, [start, piece * STEP], mine, g_s.index(place))
+            mbarrier.wait(free.index(HELD * PARTS + GROUP), (turn & 1) ^ 1)
+            tma.async_copy_global_to_shared(cond, [start, 0], mine, c_s.index(GROUP))
+            if OTHERS:
+                prefetch_rows(other_x, start, M, C)
+                prefetch_rows(other_cond, start, M, C)
 
 
 @gluon.jit
@@ -64,8 +79,8 @@ def moments(x_s, first, eps, C: gl.constexpr, PARTS: gl.constexpr, layout: gl.co
 def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, HELD: gl.constexpr, OTHERS: gl.constexpr
 ):
-    w_s, t_s, x_s, c_s, g_s, w_ready, ready, free = shared
-    cond_gamma, bias, other_x, other_cond, grad_x, grad_cond, grad_gate, M, tiles, eps = work
+    w_s, t_s, x_s, c_s, g_s, bias_s, w_ready, ready, free = shared
+    cond_gamma, other_x, other_cond, grad_x, grad_cond, grad_gate, M, tiles, eps = work
     dtype: gl.constexpr = w_s.dtype
     PARTS: gl.constexpr = C // STEP
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
@@ -74,7 +89,8 @@ def product_partition(
     wide: gl.constexpr = wide_layout(C)
     some: gl.constexpr = wide_layout(STEP)
     zero = gl.zeros([TILE, STEP], gl.float32, narrow)
-    n = gl.arange(0, STEP, gl.SliceLayout(0, some))
+    across: gl.constexpr = gl.SliceLayout(0, some)
+    n = gl.arange(0, STEP, across)
     mbarrier.wait(w_ready, 0)
     for turn in range(0, tiles_of(GROUP, tiles, 2)):
         count = 2 * turn + GROUP
@@ -98,7 +114,7 @@ def product_partition(
             grad = warpgroup_mma(above, columns_of(t_s, part, C, STEP), grad, is_async=True)
             x_hat = (x_s.index(held * PARTS + part).load(some).to(gl.float32) - mean[:, None]) * rstd[:, None]
             gate = warpgroup_mma_wait(1, [gate])
-            gate = sigmoid(spread(gate, STEP) + gl.load(bias + part * STEP + n).to(gl.float32)[None, :])
+            gate = sigmoid(spread(gate, STEP) + bias_s.index(part).load(across)[None, :])
             scaled = upstream.to(gl.float32) * gate
             of_mean += gl.sum(scaled, 1)
             scaled *= x_hat
@@ -112,16 +128,18 @@ def product_partition(
         for part in range(0, PARTS):
             gate = warpgroup_mma(normed, columns_of(w_s, part, STEP, C), zero, use_acc=False, is_async=True)
             upstream = g_s.index(held * PARTS + part).load(some).to(gl.float32)
-            x_hat = (x_s.index(held * PARTS + part).load(some).to(gl.float32) - mean[:, None]) * rstd[:, None]
+            x_hat = x_s.index(held * PARTS + part).load(some).to(gl.float32)
+            release(free.index(held * PARTS + part))
+            x_hat = (x_hat - mean[:, None]) * rstd[:, None]
             gate = warpgroup_mma_wait(0, [gate])
-            gate = sigmoid(spread(gate, STEP) + gl.load(bias + part * STEP + n).to(gl.float32)[None, :])
+            gate = sigmoid(spread(gate, STEP) + bias_s.index(part).load(across)[None, :])
             result = upstream * gate - (of_mean / C)[:, None] - x_hat * (of_std / C)[:, None]
             result *= rstd[:, None]
             if OTHERS:
                 result += gl.load(other_x + at + part * STEP, mask=inside, other=0.0).to(gl.float32)
             gl.store(grad_x + at + part * STEP, result.to(grad_x.dtype.element_ty), mask=inside)
         cond_hat, cond_rstd = normalize(c_s.index(held).load(wide).to(gl.float32), eps, C)
-        release(free.index(held))
+        release(free.index(HELD * PARTS + held))
         c = gl.arange(0, C, gl.SliceLayout(0, wide))
         row = start + gl.arange(0, TILE, gl.SliceLayout(1, wide))
         inside = (row < M)[:, None]
@@ -147,20 +165,24 @@ def adaptive_norm_gradient_kernel_sm90(
     x_s = gl.allocate_shared_memory(x.dtype, [HELD * C // STEP, TILE, STEP], x.layout)
     c_s = gl.allocate_shared_memory(cond.dtype, [HELD, TILE, C], cond.layout)
     g_s = gl.allocate_shared_memory(grad_out.dtype, [HELD * C // STEP, TILE, STEP], grad_out.layout)
+    bias_s = gl.allocate_shared_memory(gl.float32, [C // STEP, STEP], VECTOR)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [HELD, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [HELD * (C // STEP + 1), 1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
     init_barriers(ready, 2)
-    init_barriers(free, HELD)
-    shared = (w_s, t_s, x_s, c_s, g_s, w_ready, ready, free)
-    work = (cond_gamma, bias, other_x, other_cond, grad_x, grad_cond, grad_gate, M, tiles, eps)
+    init_barriers(free, HELD * (C // STEP + 1))
+    hold_vectors(bias_s, bias, C // STEP, STEP)
+    shared = (w_s, t_s, x_s, c_s, g_s, bias_s, w_ready, ready, free)
+    loads = (x, cond, grad_out, w, w_t, other_x, other_cond, M, tiles)
+    work = (cond_gamma, other_x, other_cond, grad_x, grad_cond, grad_gate, M, tiles, eps)
     gl.warp_specialize(
         [
             (product_partition, (shared, work, 0, C, STEP, HELD, OTHERS)),
             (product_partition, (shared, work, 1, C, STEP, HELD, OTHERS)),
-            (load_partition, (shared, (x, cond, grad_out, w, w_t, tiles), C, STEP, HELD)),
+            (load_partition, (shared, loads, 0, C, STEP, HELD, OTHERS)),
+            (load_partition, (shared, loads, 1, C, STEP, HELD, OTHERS)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
+        [4, 1, 1],
+        [REGISTERS, 24, 24],
     )

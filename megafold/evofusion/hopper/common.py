@@ -1,8 +1,8 @@
 """What the kernels share: how rows stream past weights that stay, and small pieces of arithmetic.
 
 A program a multiprocessor reads all weights into shared memory once. One warp keeps the copy engine busy with tiles of
-`TILE` rows (in `triangle_both` a warp for each group); two groups of four warps take every other tile each, so that one
-multiplies while the other finishes.
+`TILE` rows (where tiles wait for a group, a warp for each); two groups of four warps take every other tile each, so that
+one multiplies while the other finishes.
 Where both groups use a buffer in turn, each has a barrier of its own that says it is filled: a barrier tells two states
 apart, and one for both groups changes twice from one tile of a group to its next.
 
@@ -17,7 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megafold.gluon_barriers import thread_barrier
+
 TILE = gl.constexpr(64)
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.constexpr_function
@@ -79,6 +82,17 @@ def prefetch(pointers):
 
 
 @gluon.jit
+def prefetch_rows(source, start, M, PITCH: gl.constexpr):
+    """A tile of rows of M, to L2, by one warp: lines of 128 bytes, the last perhaps more than once."""
+    EACH: gl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth
+    line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) * EACH
+    most = (M - start) * PITCH - 1
+    for first in range(0, TILE * PITCH, 32 * EACH):
+        at = line + first
+        prefetch(source + start.to(gl.int64) * PITCH + gl.where(at < most, at, most))
+
+
+@gluon.jit
 def tiles_of(group, tiles, GROUPS: gl.constexpr):
     """How many tiles a group of a program has; its k-th is the program's (group + GROUPS k)-th."""
     mine = gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
@@ -89,6 +103,16 @@ def tiles_of(group, tiles, GROUPS: gl.constexpr):
 def init_barriers(barriers, COUNT: gl.constexpr):
     for s in gl.static_range(COUNT):
         mbarrier.init(barriers.index(s), count=1)
+
+
+@gluon.jit
+def hold_vectors(held, source, COUNT: gl.constexpr, LENGTH: gl.constexpr):
+    """COUNT vectors, one behind the other, to shared memory in fp32, before the groups part: what a loop reads again
+    and again does not stay in the little that is left of the first cache."""
+    n = gl.arange(0, LENGTH, gl.BlockedLayout([1], [32], [4], [0]))
+    for v in gl.static_range(COUNT):
+        held.index(v).store(gl.load(source + v * LENGTH + n).to(gl.float32))
+    thread_barrier()
 
 
 @gluon.jit

@@ -168,8 +168,8 @@ def triangle_output_weights(
     triangle_output_weights_kernel_sm90[grid](
         _rows(x), _planes(product, WIDTH), _dealt(dealt, step), grad_out, grad_out if dropped is None else dropped,
         shift, x_hat, rstd, partial, _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles,
-        C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, REGISTERS=registers,
-        OF_WEIGHTS=of_weights, num_warps=4,
+        C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, REGISTERS=registers, OF_WEIGHTS=of_weights,
+        num_warps=4,
     )  # fmt: skip
     return partial
 
@@ -225,10 +225,9 @@ def adaptive_norm_gradient(
     tiles, grid = _work(x)
     adaptive_norm_gradient_kernel_sm90[grid](
         _part(x, step), _rows(cond), _part(grad_out, step), _dealt(w_gamma, step),
-        _dealt(both, WIDTH, step), cond_gamma, gamma_bias,
-        other_x if others else x, other_cond if others else cond, grad_x, grad_cond, grad_gate, len(x), tiles, EPS,
-        C=WIDTH, STEP=step, HELD=4 // max(x.element_size(), cond.element_size()), OTHERS=others, REGISTERS=registers,
-        num_warps=4,
+        _dealt(both, WIDTH, step), cond_gamma, gamma_bias, other_x if others else x,
+        other_cond if others else cond, grad_x, grad_cond, grad_gate, len(x), tiles, EPS, C=WIDTH, STEP=step,
+        HELD=4 // max(x.element_size(), cond.element_size()), OTHERS=others, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
 
 

@@ -96,9 +96,6 @@ VARIANTS = {
 }
 """What else calls may ask for: compiled by the full gate."""
 
-SPILLED = {"triangle_output_weights": 8}
-"""Bytes that move in the inner loop of a variant, once there and once back, and cost nothing that was measured."""
-
 ONLY_BF16 = ("triangle_project", "triangle_both", "triangle_output_weights")
 """Kernels whose descriptors are all of the dtype of products."""
 
@@ -122,11 +119,6 @@ class HopperCase:
     def __str__(self) -> str:
         changes = "".join(f"-{name}={value}" for name, value in self.changes)
         return f"sm_90-hopper-{self.kernel}-{self.dtype}{changes}"
-
-    @property
-    def may_spill(self) -> int:
-        """Bytes."""
-        return SPILLED.get(self.kernel, 0) if self.changes else 0
 
     def compile(self) -> OfflineKernel:
         """Compile for lengths that are multiples of 16. What counts as spilled is what moves in the inner loops."""

@@ -22,9 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megafold.evofusion.hopper.common import (
     TILE,
+    VECTOR,
     deal,
+    hold_vectors,
     init_barriers,
-    prefetch,
+    prefetch_rows,
     sigmoid,
     spread,
     tiles_of,
@@ -34,24 +36,12 @@ from megafold.gluon_barriers import thread_barrier
 
 
 @gluon.jit
-def prefetch_rows(source, start, PITCH: gl.constexpr):
-    """A tile of rows, to L2, by one warp: lines of 128 bytes, some of the last perhaps more than once."""
-    EACH: gl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth
-    LINES: gl.constexpr = TILE * PITCH // EACH
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    for first in range(0, LINES, 32):
-        line = lane + first
-        line = gl.where(line < LINES, line, LINES - 1)
-        prefetch(source + start.to(gl.int64) * PITCH + line * EACH)
-
-
-@gluon.jit
 def load_partition(
     shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     RESIDUAL: gl.constexpr,
 ):  # fmt: skip
     """Keeps the stages of one group filled, and has what it reads by itself on the way to L2."""
-    w_s, g_s, _, w_ready, ready, free = shared
+    w_s, g_s, _, _, w_ready, ready, free = shared
     x_hat, grads, w, grad_out, tiles = loads
     OPERANDS: gl.constexpr = 2 * C // STEP
     PARTS: gl.constexpr = 3 * C // STEP
@@ -63,9 +53,9 @@ def load_partition(
         turn, part = at // PARTS, at % PARTS
         start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         if part == 0:
-            prefetch_rows(x_hat, start, C + 8)
+            prefetch_rows(x_hat, start, tiles * TILE, C + 8)
             if RESIDUAL:
-                prefetch_rows(grad_out, start, C)
+                prefetch_rows(grad_out, start, tiles * TILE, C)
         # Gradients of the operands, then that of the output's gate, behind those that are written.
         channel = part * STEP + gl.where(part < OPERANDS, 0, 2 * C)
         stage = GROUP * STAGES + at % STAGES
@@ -79,8 +69,8 @@ def product_partition(
     shared, work, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
     HAS_MASK: gl.constexpr, RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    w_s, g_s, gate_s, w_ready, ready, free = shared
-    x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles = work
+    w_s, g_s, gate_s, shift_s, w_ready, ready, free = shared
+    x_hat, grads, mask, rstd, grad_out, grad_x, tiles = work
     dtype: gl.constexpr = w_s.dtype
     OPERANDS: gl.constexpr = 2 * C // STEP
     PARTS: gl.constexpr = 3 * C // STEP
@@ -91,12 +81,13 @@ def product_partition(
     zero = gl.zeros([TILE, STEP], gl.float32, narrow)
     l = gl.arange(0, TILE, gl.SliceLayout(1, wide))  # noqa: E741
     c = gl.arange(0, C, gl.SliceLayout(0, wide))[None, :]
-    n = gl.arange(0, STEP, gl.SliceLayout(0, narrow))
+    across: gl.constexpr = gl.SliceLayout(0, narrow)
     stage_of_gates = gate_s.index(GROUP).permute((1, 0))
     mbarrier.wait(w_ready, 0)
     for turn in range(0, tiles_of(GROUP, tiles, 2)):
         start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         hat = gl.load(x_hat + (start + l).to(gl.int64)[:, None] * (C + 8) + c)
+        inverse = gl.load(rstd + start + l)[:, None]
         hat = gl.convert_layout(deal(hat, C, product), left)
         if HAS_MASK:
             pairs = start + gl.arange(0, TILE, gl.SliceLayout(1, narrow))
@@ -113,10 +104,10 @@ def product_partition(
             if HAS_MASK:
                 of_value = gl.where(keep, of_value, 0.0)
             gates = warpgroup_mma_wait(1, [gates])
-            gates = sigmoid(gates + gl.load(shift + (OPERANDS + part) * STEP + n)[None, :])
+            gates = sigmoid(gates + shift_s.index(OPERANDS + part).load(across)[None, :])
             of_value *= gates
             values = warpgroup_mma_wait(0, [values])
-            values += gl.load(shift + part * STEP + n)[None, :]
+            values += shift_s.index(part).load(across)[None, :]
             of_gate = (of_value * values * (1.0 - gates)).to(dtype)
             of_value = of_value.to(dtype)
             grad = warpgroup_mma(gl.convert_layout(of_value, left), w_s.index(part), grad, is_async=True)
@@ -152,7 +143,7 @@ def product_partition(
         hat = spread(gl.convert_layout(hat, product), C).to(gl.float32)
         mean = gl.sum(grad, 1) / C
         slope = gl.sum(grad * hat, 1) / C
-        grad = gl.load(rstd + start + l)[:, None] * (grad - mean[:, None] - hat * slope[:, None])
+        grad = inverse * (grad - mean[:, None] - hat * slope[:, None])
         places = (start + l).to(gl.int64)[:, None] * C + c
         if RESIDUAL:
             grad += above.to(gl.float32)
@@ -171,15 +162,17 @@ def triangle_both_kernel_sm90(
     w_s = gl.allocate_shared_memory(w.dtype, [5 * C // STEP, STEP, C], w.layout)
     g_s = gl.allocate_shared_memory(grads.dtype, [2 * STAGES, STEP, TILE], grads.layout)
     gate_s = gl.allocate_shared_memory(grads.dtype, [2, STEP, TILE], grads.layout)
+    shift_s = gl.allocate_shared_memory(gl.float32, [4 * C // STEP, STEP], VECTOR)
     w_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(w_ready, count=1)
     init_barriers(ready, 2 * STAGES)
     init_barriers(free, 2 * STAGES)
-    shared = (w_s, g_s, gate_s, w_ready, ready, free)
+    hold_vectors(shift_s, shift, 4 * C // STEP, STEP)
+    shared = (w_s, g_s, gate_s, shift_s, w_ready, ready, free)
     loads = (x_hat, grads, w, grad_out, tiles)
-    work = (x_hat, grads, shift, mask, rstd, grad_out, grad_x, tiles)
+    work = (x_hat, grads, mask, rstd, grad_out, grad_x, tiles)
     gl.warp_specialize(
         [
             (product_partition, (shared, work, 0, C, STEP, STAGES, HAS_MASK, RESIDUAL)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafold.evofusion.operator import define, uses_kernels
+from megafold.evofusion.operator import uses_kernels
+from megafold.operators import define
 
 
 def average(weights: Tensor, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megafold.evofusion.msa.regroup import in_chunks
-from megafold.evofusion.operator import define
+from megafold.operators import define
 
 CHUNK_ELEMENTS = 1 << 25
 """Most elements of the outer product at once: 64 MiB in 16-bit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafold.evofusion.operator import define
+from megafold.operators import define
 
 
 def regroup(x: Tensor) -> Tensor:

@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 
 from megafold.evofusion.norm_project import reference
-from megafold.evofusion.operator import (
-    check_rows,
-    check_tensors,
-    define,
-    dense,
-    is_narrow,
-    product_dtype,
-    refuse,
-    uses_kernels,
-)
+from megafold.evofusion.operator import check_rows, check_tensors, dense, is_narrow, product_dtype, refuse, uses_kernels
+from megafold.operators import define
 
 NAME = "norm_project"
 MOST_PROJECTIONS, MOST_HEADS = 4, 64

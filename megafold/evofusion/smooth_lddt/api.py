@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megafold.evofusion.operator import DTYPES, check_rows, check_tensors, define, refuse, uses_kernels
+from megafold.evofusion.operator import DTYPES, check_rows, check_tensors, refuse, uses_kernels
 from megafold.evofusion.smooth_lddt import chunked
+from megafold.operators import define
 
 NAME = "smooth_lddt_loss"
 

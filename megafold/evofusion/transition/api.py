@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megafold.evofusion.operator import check_rows, check_tensors, define, dense, product_dtype, refuse, uses_kernels
+from megafold.evofusion.operator import check_rows, check_tensors, dense, product_dtype, refuse, uses_kernels
 from megafold.evofusion.transition import reference
+from megafold.operators import define
 
 NAME = "transition"
 

@@ -24,6 +24,7 @@ from megafold.evofusion.norm_project.launch import input_gradient, takes_transpo
 from megafold.evofusion.operator import is_narrow
 from megafold.evofusion.rows import padded
 from megafold.evofusion.transition import kernels
+from megafold.evofusion.vendor_product import multiply
 from megafold.evofusion.weight_finish import Part, gradients
 from megafold.evofusion.weight_gradient import Rows, Term, add_together, by_rows, product_over_rows, runs_together
 from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
@@ -228,7 +229,7 @@ def _wide_forward(x, norm_weight, norm_bias, in_weight, out_weight, residual, dt
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """The first columns of a @ b, as many as ``out`` has, in its dtype: at once where it has all and that of a."""
     if out.dtype == a.dtype and out.shape[1] == b.shape[1]:
-        torch.mm(a, b, out=out)
+        multiply(a[None], b[None], out=out[None])
     else:
         out.copy_((a @ b)[:, : out.shape[1]])
 

@@ -11,7 +11,6 @@ from megafold.evofusion.operator import (
     check_dropped,
     check_rows,
     check_tensors,
-    define,
     dense,
     is_narrow,
     product_dtype,
@@ -19,6 +18,7 @@ from megafold.evofusion.operator import (
     uses_kernels,
 )
 from megafold.evofusion.triangle_multiplication import reference
+from megafold.operators import define
 
 NAME = "triangle_multiplication"
 
@@ -111,12 +111,15 @@ def _forward(*arguments):
 
 
 def _fake_forward(x, *arguments):
+    from megafold.evofusion.triangle_multiplication import launch
+
     residual, keep, dtype = arguments[-3:]
     batch, size, _, width = x.shape
     padded = (size + 15) // 16 * 16
     out = x.new_empty(x.shape, dtype=x.dtype if residual else dtype)
     operands = x.new_empty((batch, 2 * width, padded, padded) if keep else (0,), dtype=dtype)
-    return out, x.new_empty((batch, width, padded, padded), dtype=dtype), operands
+    product = x.new_empty((batch, width, padded, padded), dtype=dtype)
+    return out, product, operands, *launch.unfolded(x, dtype)
 
 
 def _gradients(*arguments):
@@ -135,7 +138,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, grad_product, grad_operands):
+def _backward(ctx, grad_out, *_):
     if grad_out is None:
         return (None,) * 14
     grads = _backward_op(grad_out, *ctx.saved_tensors, ctx.outgoing, ctx.residual, ctx.dtype)
@@ -149,14 +152,15 @@ _PARAMETERS = (
 _OPTIONS = "bool outgoing, bool residual"
 _backward_op = define(
     f"{NAME}_backward",
-    f"(Tensor grad_out, {_PARAMETERS}, Tensor product, Tensor operands, {_OPTIONS}, ScalarType dtype) "
+    f"(Tensor grad_out, {_PARAMETERS}, Tensor product, Tensor operands, Tensor folded, Tensor shift, {_OPTIONS}, "
+    "ScalarType dtype) "
     f"-> ({', '.join(['Tensor'] * 8)})",
     _gradients,
     _fake_gradients,
 )
 _forward_op = define(
     NAME,
-    f"({_PARAMETERS}, {_OPTIONS}, bool keep, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    f"({_PARAMETERS}, {_OPTIONS}, bool keep, ScalarType dtype) -> ({', '.join(['Tensor'] * 5)})",
     _forward,
     _fake_forward,
     _backward,

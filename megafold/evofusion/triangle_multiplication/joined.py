@@ -97,10 +97,8 @@ def finish_kernel(
         )  # fmt: skip
 
 
-def fold_all(
-    weights: tuple[Tensor, ...], norms: tuple[Tensor, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights [6 C, C] with their LayerNorms' scales: as they are, dealt, and the last C transposed and dealt; shifts.
+def fold_all(weights: tuple[Tensor, ...], norms: tuple[Tensor, ...], dtype: torch.dtype) -> Pair:
+    """Weights with their LayerNorms' scales, [13 C, C]: see `split`; shifts [6 C], fp32.
 
     Args:
         weights: [4 C, C], [C, C], [C, C]. norms: gamma and beta, of x and of the product. dtype: of products.
@@ -108,12 +106,16 @@ def fold_all(
     width = weights[1].shape[1]
     w = torch.empty((13 * width, width), device=weights[0].device, dtype=dtype)
     shift = torch.empty(6 * width, device=w.device, dtype=torch.float32)
-    plain, dealt, transposed = w.split((6 * width, 6 * width, width))
     fold_all_kernel[(6 * width // ROWS,)](
-        *(weight.contiguous() for weight in weights), *norms, plain, dealt, transposed, shift, C=width, BLOCK=ROWS,
-        num_warps=4,
-    )  # fmt: skip
-    return plain, dealt, transposed, shift
+        *(weight.contiguous() for weight in weights), *norms, *split(w), shift, C=width, BLOCK=ROWS, num_warps=4
+    )
+    return w, shift
+
+
+def split(w: Tensor) -> tuple[Tensor, ...]:
+    """What `fold_all` gave: all weights as they are [6 C, C], dealt [6 C, C], and the last transposed and dealt."""
+    width = w.shape[1]
+    return w.split((6 * width, 6 * width, width))
 
 
 def finish(of_input: Pair, of_output: Pair, weights: tuple[Tensor, ...], norms: tuple[Tensor, ...]) -> list[Tensor]:

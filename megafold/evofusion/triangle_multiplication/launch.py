@@ -20,6 +20,7 @@ from megafold.evofusion.launch import (
     shared_strides,
 )
 from megafold.evofusion.triangle_multiplication import joined, kernels
+from megafold.evofusion.vendor_product import multiply
 from megafold.evofusion.weight_gradient import product_over_rows, through_norm
 
 FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
@@ -59,7 +60,7 @@ class Call:
         self._output_rows: Pair | None = None
         self._output_products: Tensor | None = None
         self._dealt: tuple[Tensor, Tensor, Tensor] | None = None
-        self.joins = bool(configuration("triangle_input_gradient", dtype, x.device).get("joint"))
+        self.joins = joins(dtype, x.device)
 
     def new(self, channels: int) -> Tensor:
         """Uninitialised [B, channels, T, P] in the dtype of products."""
@@ -102,15 +103,25 @@ class Call:
             "PRECISION": triton_support.float32_precision(),
         }
 
-    def fold_all(self, *norms: Tensor) -> None:
+    def fold_all(self, *norms: Tensor) -> Pair:
         """Fold all weights in one launch, where the table has it so, for a call that needs all of them.
 
         Args:
             norms: gamma and beta of x, and of the product.
+
+        Returns:
+            What `use_folded` takes, in another call too; without elements where nothing was folded.
         """
-        if self.joins:
-            w, dealt, transposed, shift = joined.fold_all(self.weights, norms, self.dtype)
-            cut = 5 * self.width
+        if not self.joins:
+            return unfolded(self.x, self.dtype)
+        folded = joined.fold_all(self.weights, norms, self.dtype)
+        self.use_folded(*folded)
+        return folded
+
+    def use_folded(self, folded: Tensor, shift: Tensor) -> None:
+        """All weights as a call before has folded them, if it has."""
+        if folded.numel():
+            (w, dealt, transposed), cut = joined.split(folded), 5 * self.width
             self._folded = {"in": (w[:cut], shift[:cut]), "out": (w[cut:], shift[cut:])}
             self._dealt = dealt, transposed, shift[4 * self.width :]
 
@@ -301,6 +312,17 @@ class Call:
         )  # fmt: skip
 
 
+def joins(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the table has all weights folded in one launch, and all of their gradients made in one."""
+    return bool(configuration("triangle_input_gradient", dtype, device).get("joint"))
+
+
+def unfolded(x: Tensor, dtype: torch.dtype) -> Pair:
+    """Of the shapes that `Call.fold_all` gives, with nothing in them."""
+    width = x.shape[-1] if joins(dtype, x.device) else 0
+    return x.new_empty((13 * width, width), dtype=dtype), x.new_empty(6 * width, dtype=torch.float32)
+
+
 def _summed(parts: Iterable[Tensor]) -> Tensor:
     """Over structures, in their order."""
     return functools.reduce(torch.add, parts)
@@ -321,22 +343,22 @@ def forward(
     residual: bool,
     keep: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [B, N, N, C], the product [B, C, P, P] that the backward needs, and with ``keep`` the operands that it
-    else makes again [B, 2 C, P, P] (without, no element)."""
+) -> tuple[Tensor, ...]:
+    """The output [B, N, N, C], the product [B, C, P, P] that the backward needs, with ``keep`` the operands that it
+    else makes again [B, 2 C, P, P] (without, no element), and what `Call.fold_all` gives."""
     call = Call(x, in_weight, gate_weight, out_weight, mask, dropped, dtype)
     with triton_support.device_guard(x.device):
-        call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
+        folded = call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
         operands = call.new(2 * call.width)
         call.project(norm_weight, norm_bias, operands)
         product = call.new(call.width)
         for item, result in zip(operands, product):
             left, right = item.chunk(2)
-            torch.bmm(*((left, right.mT) if outgoing else (right.mT, left)), out=result)
+            multiply(*((left, right.mT) if outgoing else (right.mT, left)), out=result)
         if not keep:
             operands = operands.new_empty(0)
         out = call.output(norm_weight, norm_bias, product, out_norm_weight, out_norm_bias, residual)
-    return out, product, operands
+    return out, product, operands, *folded
 
 
 def backward(
@@ -353,6 +375,8 @@ def backward(
     dropped: Tensor | None,
     product: Tensor,
     operands: Tensor,
+    folded: Tensor,
+    shift: Tensor,
     outgoing: bool,
     residual: bool,
     dtype: torch.dtype,
@@ -363,7 +387,7 @@ def backward(
     with triton_support.device_guard(x.device):
         # The gradients of the operands take the place of the first 2 C channels, and the operands, unless they were
         # kept, the next 2 C until the gradients of their gates do.
-        call.fold_all(norm_weight, norm_bias, out_norm_weight, out_norm_bias)
+        call.use_folded(folded, shift)
         of_norms = norm_weight, norm_bias, product, out_norm_weight, out_norm_bias
         grads, grad_product = call.output_gradient(grad_out, *of_norms)
         of_output = call.output_products(grads)
@@ -384,8 +408,8 @@ def operand_gradients(grad: Tensor, left: Tensor, right: Tensor, outgoing: bool,
     """Gradients of the operands from that of their product, all [channels, N, N], into ``out``."""
     grad_left, grad_right = out
     if outgoing:  # product = left right^T
-        torch.bmm(grad, right, out=grad_left)
-        torch.bmm(grad.mT, left, out=grad_right)
+        multiply(grad, right, out=grad_left)
+        multiply(grad.mT, left, out=grad_right)
     else:  # product = right^T left
-        torch.bmm(right, grad, out=grad_left)
-        torch.bmm(left, grad.mT, out=grad_right)
+        multiply(right, grad, out=grad_left)
+        multiply(left, grad.mT, out=grad_right)

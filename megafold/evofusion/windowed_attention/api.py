@@ -7,16 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from megafold.evofusion.operator import (
-    REFERENCE_DTYPES,
-    check_rows,
-    check_tensors,
-    define,
-    product_dtype,
-    refuse,
-    uses_kernels,
-)
+from megafold.evofusion.operator import REFERENCE_DTYPES, check_rows, check_tensors, product_dtype, refuse, uses_kernels
 from megafold.evofusion.windowed_attention import reference
+from megafold.operators import define
 
 NAME = "windowed_attention"
 WIDEST_WINDOW, WIDEST_HEAD = 64, 128
