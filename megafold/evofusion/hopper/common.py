@@ -1,8 +1,8 @@
 """What the kernels share: how rows stream past weights that stay, and small pieces of arithmetic.
 
 A program a multiprocessor reads all weights into shared memory once. One warp keeps the copy engine busy with tiles of
-`TILE` rows (where tiles wait for a group, a warp for each); two groups of four warps take every other tile each, so that
-one multiplies while the other finishes.
+`TILE` rows (where tiles wait for a group, a warp for each); two groups of four warps take every other tile each, so
+that one multiplies while the other finishes.
 Where both groups use a buffer in turn, each has a barrier of its own that says it is filled: a barrier tells two states
 apart, and one for both groups changes twice from one tile of a group to its next.
 
