@@ -53,7 +53,7 @@ def define(
     node = type(f"Megafold_{name}", (torch.autograd.Function,), members)
 
     def differentiate(*arguments):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return node.apply(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)

@@ -2,9 +2,9 @@
 
 With a workspace cuBLAS picks kernels whose programs take tiles from a counter, and clears that counter before each
 product: two launches with 3 to 6 us between them in which nothing runs, where the product takes 11 us (N = 256) to
-34 us (N = 384). Without one it picks the same kernels with tiles dealt out ahead, which are as fast. PyTorch sets the
-workspace of its handle before each call of its own and has no switch for one product, so cuBLAS is called here, with
-PyTorch's handle.
+34 us (N = 384). Without one it picks the same kernels with tiles dealt out ahead, which are as fast (on an H200).
+PyTorch sets the workspace of its handle before each call of its own and has no switch for one product, so cuBLAS is
+called here, with PyTorch's handle.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ def multiply(a: Tensor, b: Tensor, *, out: Tensor) -> None:
 
     Strides are those that `torch.bmm` takes without a copy: one of the last two is 1; of ``out`` the last one.
     """
+    if not (_serves(a, b, out) and _without_workspace(a, b, out)):
+        torch.bmm(a, b, out=out)
+
+
+def _serves(a: Tensor, b: Tensor, out: Tensor) -> bool:
     on_nvidia = a.is_cuda and not torch.version.hip
     # With one element along an axis strides do not say which one is contiguous.
-    fits = on_nvidia and a.dtype in TYPES and min(*a.shape[1:], b.shape[2]) > 1
-    handle = torch.cuda.current_blas_handle() if fits else 0
-    if not fits or (cublas := _cublas()) is None:
-        torch.bmm(a, b, out=out)
-        return
+    return on_nvidia and a.dtype == b.dtype == out.dtype and a.dtype in TYPES and min(*a.shape[1:], b.shape[2]) > 1
+
+
+def _without_workspace(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether cuBLAS took the product. It does not promise to without a workspace: some routines then fail."""
+    if not len(a):
+        return False
+    handle = torch.cuda.current_blas_handle()
+    if (cublas := _cublas()) is None:
+        return False
     gemm, set_workspace = cublas
-    if status := set_workspace(handle, None, 0) or call(gemm, handle, a, b, out):
-        raise RuntimeError(f"cuBLAS: status {status} for the product of {list(a.shape)} and {list(b.shape)}")
+    return set_workspace(handle, None, 0) == 0 and call(gemm, handle, a, b, out) == 0
 
 
 def call(gemm: Callable, handle: int, a: Tensor, b: Tensor, out: Tensor) -> int:

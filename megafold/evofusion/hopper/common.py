@@ -1,7 +1,7 @@
 """What the kernels share: how rows stream past weights that stay, and small pieces of arithmetic.
 
 A program a multiprocessor reads all weights into shared memory once. One warp keeps the copy engine busy with tiles of
-`TILE` rows (where tiles wait for a group, a warp for each); two groups of four warps take every other tile each, so
+`TILE` rows, or one for each group; two groups of four warps take every other tile each, so
 that one multiplies while the other finishes.
 Where both groups use a buffer in turn, each has a barrier of its own that says it is filled: a barrier tells two states
 apart, and one for both groups changes twice from one tile of a group to its next.
@@ -83,10 +83,12 @@ def prefetch(pointers):
 
 @gluon.jit
 def prefetch_rows(source, start, M, PITCH: gl.constexpr):
-    """A tile of rows of M, to L2, by one warp: lines of 128 bytes, the last perhaps more than once."""
+    """A tile of rows of M, to L2, by one warp: lines of 128 bytes, whole sets of them, of which the last may be of the
+    rows behind it, or the last element's more than once."""
     EACH: gl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth
     line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) * EACH
-    most = (M - start) * PITCH - 1
+    # Not the product of all rows: that may have more than 31 bits.
+    most = gl.minimum(M - start, 2 * TILE) * PITCH - 1
     for first in range(0, TILE * PITCH, 32 * EACH):
         at = line + first
         prefetch(source + start.to(gl.int64) * PITCH + gl.where(at < most, at, most))

@@ -60,7 +60,7 @@ class Call:
         self._output_rows: Pair | None = None
         self._output_products: Tensor | None = None
         self._dealt: tuple[Tensor, Tensor, Tensor] | None = None
-        self.joins = joins(dtype, x.device)
+        self.joins = bool(configuration("triangle_input_gradient", dtype, x.device).get("joint"))
 
     def new(self, channels: int) -> Tensor:
         """Uninitialised [B, channels, T, P] in the dtype of products."""
@@ -104,26 +104,23 @@ class Call:
         }
 
     def fold_all(self, *norms: Tensor) -> Pair:
-        """Fold all weights in one launch, where the table has it so, for a call that needs all of them.
+        """Fold all weights in one launch, for a call that needs all of them.
 
         Args:
             norms: gamma and beta of x, and of the product.
 
         Returns:
-            What `use_folded` takes, in another call too; without elements where nothing was folded.
+            What `use_folded` takes, in another call too.
         """
-        if not self.joins:
-            return unfolded(self.x, self.dtype)
         folded = joined.fold_all(self.weights, norms, self.dtype)
         self.use_folded(*folded)
         return folded
 
     def use_folded(self, folded: Tensor, shift: Tensor) -> None:
-        """All weights as a call before has folded them, if it has."""
-        if folded.numel():
-            (w, dealt, transposed), cut = joined.split(folded), 5 * self.width
-            self._folded = {"in": (w[:cut], shift[:cut]), "out": (w[cut:], shift[cut:])}
-            self._dealt = dealt, transposed, shift[4 * self.width :]
+        """All weights as a call before has folded them."""
+        (w, dealt, transposed), cut = joined.split(folded), 5 * self.width
+        self._folded = {"in": (w[:cut], shift[:cut]), "out": (w[cut:], shift[cut:])}
+        self._dealt = dealt, transposed, shift[4 * self.width :]
 
     def _of_input(self, gamma: Tensor, beta: Tensor) -> Pair:
         """[5 C, C] and [5 C]: the weights of all that is projected from LN(x)."""
@@ -310,17 +307,6 @@ class Call:
             x_hat, w, shift, self.x if self.mask is None else self.mask, grads, *sizes,
             HAS_MASK=self.mask is not None, **keywords,
         )  # fmt: skip
-
-
-def joins(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the table has all weights folded in one launch, and all of their gradients made in one."""
-    return bool(configuration("triangle_input_gradient", dtype, device).get("joint"))
-
-
-def unfolded(x: Tensor, dtype: torch.dtype) -> Pair:
-    """Of the shapes that `Call.fold_all` gives, with nothing in them."""
-    width = x.shape[-1] if joins(dtype, x.device) else 0
-    return x.new_empty((13 * width, width), dtype=dtype), x.new_empty(6 * width, dtype=torch.float32)
 
 
 def _summed(parts: Iterable[Tensor]) -> Tensor:
