@@ -30,10 +30,14 @@ class Tensor(np.ndarray):
 
 
 class Scalar(int):
-    """An integer of a kernel; what it makes with integers is one, too."""
+    """An integer of 32 bits of a kernel; what it makes with integers is one, too, and has to fit."""
 
     def to(self, dtype):
-        return self
+        return Wide(self) if dtype == "int64" else self
+
+
+class Wide(Scalar):
+    """An integer of 64 bits."""
 
 
 def _operator(name):
@@ -41,7 +45,12 @@ def _operator(name):
 
     def operate(self, other):
         found = plain(self, other)
-        return Scalar(found) if isinstance(found, int) else found
+        if not isinstance(found, int):
+            return found
+        if isinstance(self, Wide) or isinstance(other, Wide):
+            return Wide(found)
+        assert -(2**31) <= found < 2**31, f"{int(self)} {name} {other}: more than 32 bits"
+        return Scalar(found)
 
     return operate
 

@@ -205,3 +205,14 @@ def test_operands_of_small_pairs_are_kept_for_the_backward(size, asked, kept, mo
     case = cases.triangle_multiplication_case(Draw(torch.float32, "cpu"), size, 16, keep_operands=asked)
     case.operator(**case.inputs)
     assert told == [kept]
+
+
+def test_shapes_of_a_triangle_multiplication_need_no_device():
+    case = cases.triangle_multiplication_case(DRAW, 5, 16)
+    by_name = {name: t.to("meta") for name, t in case.inputs.items()}
+    order = "x norm_weight norm_bias in_weight gate_weight out_norm_weight out_norm_bias out_weight".split()
+    out, product, operands, folded, shift = torch.ops.megafold.triangle_multiplication.default(
+        *(by_name[name] for name in order), None, None, True, True, True, torch.bfloat16
+    )
+    assert out.shape == by_name["x"].shape and product.shape[1:] == (16, 16, 16) and operands.shape[1] == 32
+    assert folded.shape == (13 * 16, 16) and folded.dtype == torch.bfloat16 and shift.shape == (6 * 16,)

@@ -31,7 +31,7 @@ from megafold.evofusion.hopper import (
     triangle_result,
 )
 from megafold.testing import SHARED_MEMORY_CAP
-from tests.gluon_emulator import Descriptor, Emulator, Pointer
+from tests.gluon_emulator import Descriptor, Emulator, Pointer, Scalar
 
 C, EPS, TILE = 128, 1e-5, 64
 MODULES = (
@@ -270,6 +270,14 @@ def test_triangle_output(draw, axis, held):
     else:
         check(products=(partial[:, :, :C].sum(0), of_value.T @ norm(product_.T)))
         check(sums=(partial[:, :, C].sum(0), of_value.sum(0)))
+
+
+@pytest.mark.parametrize("tile", [0, 1, 2**18 - 1], ids=["first", "second", "last"])
+def test_prefetched_rows_of_a_long_tensor_lie_in_it(tile):
+    """2^24 pairs of width 136: more elements than 31 bits count."""
+    length, pitch = 2**24, C + 8
+    source = Pointer(np.broadcast_to(np.float32(0), (length * pitch,)))
+    EMULATOR.functions[common.prefetch_rows.fn](source, Scalar(tile * TILE), Scalar(length), pitch)
 
 
 def test_a_configuration_without_them_or_another_width_runs_the_other_kernels():

@@ -93,3 +93,15 @@ def test_a_graph_of_a_product_has_one_node():
         torch.cuda.synchronize()
     kernels = [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(kernels) == 1, kernels
+
+
+def test_what_cublas_refuses_or_was_not_asked_for_is_multiplied_by_torch(monkeypatch):
+    refused = []
+    monkeypatch.setattr(vendor_product, "_serves", lambda *matrices: True)
+    monkeypatch.setattr(vendor_product, "_cublas", lambda: (lambda *given: refused.append(given) or 15, lambda *_: 0))
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    a, b, out = torch.randn(2, 3, 4).half(), torch.randn(2, 4, 5).half(), torch.empty(2, 3, 5).half()
+    vendor_product.multiply(a, b, out=out)
+    assert len(refused) == 1 and torch.equal(out, torch.bmm(a, b))
+    vendor_product.multiply(a[:0], b[:0], out=out[:0])
+    assert len(refused) == 1
