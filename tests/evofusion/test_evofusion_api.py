@@ -210,9 +210,10 @@ def test_operands_of_small_pairs_are_kept_for_the_backward(size, asked, kept, mo
 def test_shapes_of_a_triangle_multiplication_need_no_device():
     case = cases.triangle_multiplication_case(DRAW, 5, 16)
     by_name = {name: t.to("meta") for name, t in case.inputs.items()}
-    order = "x norm_weight norm_bias in_weight gate_weight out_norm_weight out_norm_bias out_weight".split()
+    norms = [by_name[name] for name in ("norm_weight", "norm_bias", "out_norm_weight", "out_norm_bias")]
+    weights = [by_name[name] for name in ("in_weight", "gate_weight", "out_weight")]
     out, product, operands, folded, shift = torch.ops.megafold.triangle_multiplication.default(
-        *(by_name[name] for name in order), None, None, True, True, True, torch.bfloat16
+        by_name["x"], *norms[:2], *weights[:2], *norms[2:], weights[2], None, None, True, True, True, torch.bfloat16
     )
     assert out.shape == by_name["x"].shape and product.shape[1:] == (16, 16, 16) and operands.shape[1] == 32
     assert folded.shape == (13 * 16, 16) and folded.dtype == torch.bfloat16 and shift.shape == (6 * 16,)
