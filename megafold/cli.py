@@ -157,8 +157,10 @@ def verify(
 ) -> None:
     """Check kernels and the replaced model against float64 and the stock model on this device."""
     from megafold.stock import load_stock
+    from megafold.train.ranks import device_of
     from megafold.verify import verify_device
 
+    device_of(None, device)  # refuses what is not there before the stock model takes its time to load
     load_stock()
     results = verify_device(device, out=out)
     for result in results:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megafold.testing import CheckResult, relative_error
+from megafold.train.ranks import device_of
 
 # Stock and replaced computation are both fp32 (TF32 off) and differ by the order of sums alone: a few 1e-6 on a healthy
 # device, and 1e-2 or more where something is wrong. The tests of megafold/model hold the strict budget against float64.
@@ -23,11 +24,14 @@ def verify_device(device: str = "auto", *, out: Path | None = None) -> list[Chec
     Args:
         device: "auto" (a GPU where there is one), "cpu" or "cuda".
         out: JSON file for the results; written even where a check fails.
+
+    Raises:
+        InputError: see `device_of`.
     """
+    place = device_of(None, device)
     from megafold.evoflash3d.verify import verify as verify_evoflash3d
     from megafold.evofusion.verify import verify as verify_evofusion
 
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     results = [*verify_evoflash3d(place), *verify_evofusion(place), *verify_plans(place)]
     if out is not None:
         name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"

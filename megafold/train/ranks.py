@@ -74,8 +74,10 @@ def device_of(place: Place | None, wanted: str) -> torch.device:
     """The rank's device: its local number among those it sees (one that a scheduler bound to it is number 0).
 
     Raises:
-        InputError: for ``cuda`` where no GPU is visible.
+        InputError: for ``cuda`` where no GPU is visible, and for anything but ``auto``, ``cpu`` and ``cuda``.
     """
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise InputError("device", "", f"is {wanted!r}; expected auto, cpu or cuda")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("device", "", "cuda: no GPU is visible to this torch; expected auto or cpu here")
     if wanted == "cpu" or not torch.cuda.is_available():

@@ -86,3 +86,18 @@ def test_figures_of_a_folder_without_records(tmp_path):
 def test_tuning_without_a_gpu(tmp_path):
     _refused(_megafold("tune", "--out", "table.json", cwd=tmp_path), "megafold tune", "nothing to tune", "cpu")
     assert not (tmp_path / "table.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "parts"),
+    [
+        pytest.param(
+            "cuda", ("no GPU is visible",), marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+        ),
+        ("tpu", ("tpu", "auto, cpu or cuda")),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_before_the_stock_model_loads(device, parts, tmp_path):
+    done = _megafold("verify", "--device", device, "--out", "checks.json", cwd=tmp_path)
+    _refused(done, "device", *parts)
+    assert not list(tmp_path.iterdir())
