@@ -1,7 +1,7 @@
 """The vendor's batched product in 16 bit, on NVIDIA without its workspace.
 
 With a workspace cuBLAS picks kernels whose programs take tiles from a counter, and clears that counter before each
-product: two launches with 3 to 6 us between them in which nothing runs, where the product takes 11 us (N = 256) to
+product: a launch more and 3 to 5 us in which nothing runs, where the product takes 11 us (N = 256) to
 34 us (N = 384). Without one it picks the same kernels with tiles dealt out ahead, which are as fast (on an H200).
 PyTorch sets the workspace of its handle before each call of its own and has no switch for one product, so cuBLAS is
 called here, with PyTorch's handle.

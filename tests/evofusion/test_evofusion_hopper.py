@@ -277,7 +277,7 @@ def test_prefetched_rows_of_a_long_tensor_lie_in_it(tile):
     """2^24 pairs of width 136: more elements than 31 bits count."""
     length, pitch = 2**24, C + 8
     source = Pointer(np.broadcast_to(np.float32(0), (length * pitch,)))
-    EMULATOR.functions[common.prefetch_rows.fn](source, Scalar(tile * TILE), Scalar(length), pitch)
+    EMULATOR.functions[common.prefetch_rows.fn](source, Scalar(tile * TILE), Scalar(length), pitch, 1)
 
 
 def test_a_configuration_without_them_or_another_width_runs_the_other_kernels():

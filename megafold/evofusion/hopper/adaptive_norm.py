@@ -57,8 +57,8 @@ def load_partition(
             mbarrier.wait(free.index(HELD * PARTS + GROUP), (turn & 1) ^ 1)
             tma.async_copy_global_to_shared(cond, [start, 0], mine, c_s.index(GROUP))
             if OTHERS:
-                prefetch_rows(other_x, start, M, C)
-                prefetch_rows(other_cond, start, M, C)
+                prefetch_rows(other_x, start, M, C, 1)
+                prefetch_rows(other_cond, start, M, C, 1)
 
 
 @gluon.jit

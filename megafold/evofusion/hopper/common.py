@@ -82,14 +82,15 @@ def prefetch(pointers):
 
 
 @gluon.jit
-def prefetch_rows(source, start, M, PITCH: gl.constexpr):
-    """A tile of rows of M, to L2, by one warp: lines of 128 bytes, whole sets of them, of which the last may be of the
+def prefetch_rows(source, start, M, PITCH: gl.constexpr, WARPS: gl.constexpr):
+    """A tile of rows of M, to L2: lines of 128 bytes, whole sets of them, of which the last may be of the
     rows behind it, or the last element's more than once."""
     EACH: gl.constexpr = 1024 // source.dtype.element_ty.primitive_bitwidth
-    line = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])) * EACH
+    AT_ONCE: gl.constexpr = 32 * WARPS
+    line = gl.arange(0, AT_ONCE, gl.BlockedLayout([1], [32], [WARPS], [0])) * EACH
     # Not the product of all rows: that may have more than 31 bits.
     most = gl.minimum(M - start, 2 * TILE) * PITCH - 1
-    for first in range(0, TILE * PITCH, 32 * EACH):
+    for first in range(0, TILE * PITCH, AT_ONCE * EACH):
         at = line + first
         prefetch(source + start.to(gl.int64) * PITCH + gl.where(at < most, at, most))
 

@@ -53,9 +53,9 @@ def load_partition(
         turn, part = at // PARTS, at % PARTS
         start = (gl.program_id(0) + (2 * turn + GROUP) * gl.num_programs(0)) * TILE
         if part == 0:
-            prefetch_rows(x_hat, start, tiles * TILE, C + 8)
+            prefetch_rows(x_hat, start, tiles * TILE, C + 8, 1)
             if RESIDUAL:
-                prefetch_rows(grad_out, start, tiles * TILE, C)
+                prefetch_rows(grad_out, start, tiles * TILE, C, 1)
         # Gradients of the operands, then that of the output's gate, behind those that are written.
         channel = part * STEP + gl.where(part < OPERANDS, 0, 2 * C)
         stage = GROUP * STAGES + at % STAGES

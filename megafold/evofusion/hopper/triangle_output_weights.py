@@ -25,7 +25,7 @@ from megafold.evofusion.hopper.common import (
     hold_vectors,
     init_barriers,
     normalize,
-    prefetch,
+    prefetch_rows,
     sigmoid,
     spread,
     tiles_of,
@@ -64,13 +64,6 @@ def load_partition(shared, loads, GROUP: gl.constexpr, C: gl.constexpr, STEP: gl
 
 
 @gluon.jit
-def prefetch_rows(source, start, C: gl.constexpr):
-    """A tile of rows in 16 bit, to L2: a line of 128 bytes for each thread of four warps."""
-    lines = gl.arange(0, TILE * C // 64, gl.BlockedLayout([1], [32], [4], [0]))
-    prefetch(source + start.to(gl.int64) * C + lines * 64)
-
-
-@gluon.jit
 def true_place(column):
     """The column that was dealt to a place, which is also the place that the column is dealt to."""
     return column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
@@ -91,7 +84,7 @@ def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr):
     # The group that has made a tile is at the next but one already.
     most = tiles_of(0, tiles, 1)
     for count in range(0, AHEAD):
-        prefetch_rows(grad_out, start_of(gl.minimum(count, most - 1), tiles), C)
+        prefetch_rows(grad_out, start_of(gl.minimum(count, most - 1), tiles), tiles * TILE, C, 4)
     for count in range(0, most):
         group = count % 2
         mbarrier.wait(made.index(group), (count // 2) & 1)
@@ -102,7 +95,7 @@ def weight_partition(shared, grad_out, partial, tiles, C: gl.constexpr):
         thread_barrier()
         mbarrier.arrive(taken.index(group), count=1)
         if count + AHEAD < most:
-            prefetch_rows(grad_out, start_of(count + AHEAD, tiles), C)
+            prefetch_rows(grad_out, start_of(count + AHEAD, tiles), tiles * TILE, C, 4)
     mine = partial + gl.program_id(0) * C * (C + 8)
     o = true_place(gl.arange(0, C, gl.SliceLayout(1, product)))
     c = true_place(gl.arange(0, C, gl.SliceLayout(0, product)))
