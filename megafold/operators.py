@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from megafold.replay import replayed
+
 _LIBRARY = torch.library.Library("megafold", "FRAGMENT")
 
 
@@ -19,6 +21,8 @@ def define(
 ) -> torch._ops.OpOverload:
     """Register `megafold::<name>`; without `backward`, differentiating it is an error that says so.
 
+    Its implementation is `replayed`: see there what it may do.
+
     Neither torch.library.custom_op nor register_autograd: the first one's wrapper costs more host time than launching
     the kernels does, the second one's grows with the square of the number of arguments (0.15 ms for 14 of them).
 
@@ -31,7 +35,7 @@ def define(
     if hasattr(torch.Tag, "needs_exact_strides"):
         tags.append(torch.Tag.needs_exact_strides)
     _LIBRARY.define(f"{name}{schema}", tags=tuple(tags))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, replayed(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"megafold::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.megafold, name).default
 

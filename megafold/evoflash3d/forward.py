@@ -11,6 +11,7 @@ from megafold import triton_support
 from megafold.evoflash3d.launch import Problem, as_like, hopper_kernels, options, output_like
 from megafold.evoflash3d.statistics import statistics_pitch
 from megafold.evoflash3d.tiles import LN2, LOG2E, exp_wide, keep_factor, load_bias, load_tile, store_tile
+from megafold.replay import launch_kernel
 
 
 @triton.jit
@@ -116,7 +117,8 @@ def launch_forward(
             hopper.launch_forward(problem, out, lse, natural_lse, config["gluon"])
         else:
             programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
-            forward_kernel[(programs,)](
+            launch_kernel(
+                forward_kernel, (programs,),
                 **problem.arguments(config), out=out, lse=lse, pitch=pitch, NATURAL=natural_lse,
                 **problem.strides("o", out), **options(config),
             )  # fmt: skip

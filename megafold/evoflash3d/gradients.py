@@ -19,6 +19,7 @@ from megafold.evoflash3d.backward import (
 )
 from megafold.evoflash3d.launch import Problem, as_like, block_d, hopper_kernels, last_contiguous, options, output_like
 from megafold.evoflash3d.statistics import FEW_KEYS, statistics_pitch
+from megafold.replay import launch_kernel
 
 MAX_CHUNKS = 8
 """Most partial sums of d(bias); each takes H N^2 numbers in fp32."""
@@ -145,7 +146,8 @@ def statistics(
     lse2 = torch.empty_like(delta) if natural_lse else lse
     block = 128 if problem.D <= 64 else 64
     out = last_contiguous(out)
-    delta_kernel[(triton.cdiv(problem.NQ, block) * problem.B * problem.R * problem.H,)](
+    launch_kernel(
+        delta_kernel, (triton.cdiv(problem.NQ, block) * problem.B * problem.R * problem.H,),
         out=out, grad_out=grad_out, lse=lse, grad_lse=lse if grad_lse is None else grad_lse.contiguous(),
         delta=delta, lse2=lse2, **problem.strides("o", out), **problem.strides("g", grad_out),
         R=problem.R, H=problem.H, NQ=problem.NQ, pitch=delta.shape[-1], D=problem.D,
@@ -159,7 +161,8 @@ def statistics(
             found["minus_grad_lse"][..., : problem.NQ] = -grad_lse
     if has_few_keys(problem):
         config = {"block_i": 32, "block_j": FEW_KEYS, "num_warps": 4, "num_stages": 1}
-        few_keys_delta_kernel[(triton.cdiv(problem.NQ, 32) * problem.B * problem.R * problem.H,)](
+        launch_kernel(
+            few_keys_delta_kernel, (triton.cdiv(problem.NQ, 32) * problem.B * problem.R * problem.H,),
             **problem.arguments(config, found, tiled_statistics=False),
             grad_lse=lse if grad_lse is None else grad_lse.contiguous(), HAS_GRAD_LSE=grad_lse is not None,
             **options(config),
@@ -186,7 +189,9 @@ def query_gradient(
         hopper.launch_queries(problem, gradients, dq, config["gluon"], beside)
         return as_like(dq, q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
-    queries_kernel[(programs,)](
+    launch_kernel(
+        queries_kernel,
+        (programs,),
         **problem.arguments(config, few_keys(gradients), tiled_statistics=False),
         FEW=problem.NK <= FEW_KEYS,
         dq=dq,
@@ -205,7 +210,8 @@ def key_gradients(
         hopper.launch_keys(problem, gradients, dk, dv, config["gluon"], beside)
         return as_like(dk, k), as_like(dv, v)
     programs = triton.cdiv(problem.NK, config["block_j"]) * problem.R * problem.H * problem.B
-    keys_kernel[(programs,)](
+    launch_kernel(
+        keys_kernel, (programs,),
         **problem.arguments(config, few_keys(gradients), transposed_bias=True), FEW=problem.NK <= FEW_KEYS,
         dk=dk, dv=dv, **problem.strides("dk", dk), **problem.strides("dv", dv), **options(config),
     )  # fmt: skip
@@ -220,7 +226,8 @@ def bias_gradient(problem: Problem, gradients: dict[str, Tensor], bias: Tensor, 
     if hopper := hopper_kernels(problem, config, gradients):
         hopper.launch_bias(problem, gradients, partial, rows_per_chunk, config["gluon"])
     else:
-        bias_kernel[(_bias_tiles(problem, config) * chunks,)](
+        launch_kernel(
+            bias_kernel, (_bias_tiles(problem, config) * chunks,),
             **problem.arguments(config, few_keys(gradients), tiled_statistics=False), FEW=problem.NK <= FEW_KEYS,
             dbias=partial, B=problem.B, rows_per_chunk=rows_per_chunk, **options(config),
         )  # fmt: skip
@@ -231,8 +238,15 @@ def sum_of_chunks(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, H, NQ, NK] in `dtype`: partial [chunks, B, H, NQ, NK], fp32, added up in order."""
     total = partial.new_empty(partial.shape[1:], dtype=dtype)
     block = 1024
-    sum_kernel[(triton.cdiv(total.numel(), block),)](
-        partial=partial, total=total, size=total.numel(), CHUNKS=partial.shape[0], BLOCK=block, num_warps=4
+    launch_kernel(
+        sum_kernel,
+        (triton.cdiv(total.numel(), block),),
+        partial=partial,
+        total=total,
+        size=total.numel(),
+        CHUNKS=partial.shape[0],
+        BLOCK=block,
+        num_warps=4,
     )
     return total
 

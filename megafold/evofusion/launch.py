@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
+from megafold.replay import ordinary
 
 EPS = 1e-5
 """Of every LayerNorm of the stock model."""
@@ -40,7 +41,8 @@ def overridden(kernel: str, config: dict) -> Iterator[None]:
     """Inside, a kernel runs with this configuration and not with the table's."""
     _overrides[kernel] = config
     try:
-        yield
+        with ordinary():
+            yield
     finally:
         del _overrides[kernel]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megafold.evofusion.launch import EPS, ceil_div, round_up
 from megafold.evofusion.tiles import sigmoid
+from megafold.replay import launch_kernel
 
 ELEMENTS = 2048
 """Elements that a program holds at once."""
@@ -206,7 +207,8 @@ def gated(
 ) -> Tensor:
     """residual + y sigmoid(pre + bias) of rows [M, C]."""
     out = torch.empty_like(y, dtype=out_dtype)
-    gate_kernel[_gate_grid(y)](
+    launch_kernel(
+        gate_kernel, _gate_grid(y),
         y, pre, y if bias is None else bias, y if residual is None else residual, out, *y.shape,
         HAS_BIAS=bias is not None, RESIDUAL=residual is not None, **GATE_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -216,7 +218,8 @@ def gated(
 def gated_gradient(grad: Tensor, y: Tensor, pre: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Gradients of y and of `pre` [M, C], in their dtypes."""
     grad_y, grad_pre = torch.empty_like(y), torch.empty_like(pre)
-    gate_gradient_kernel[_gate_grid(y)](
+    launch_kernel(
+        gate_gradient_kernel, _gate_grid(y),
         grad, y, pre, y if bias is None else bias, grad_y, grad_pre, *y.shape, HAS_BIAS=bias is not None,
         **GATE_BLOCK, num_warps=4,
     )  # fmt: skip
@@ -245,7 +248,8 @@ def normalized(
     out = x.new_empty((rows, round_up(width)), dtype=dtype)
     second = torch.empty_like(out) if copy else None
     block_l, block_c = whole_rows(out.shape[1])
-    normalize_kernel[(ceil_div(rows, block_l),)](
+    launch_kernel(
+        normalize_kernel, (ceil_div(rows, block_l),),
         x, out, out if second is None else second, rows, width, out.shape[1], EPS, BLOCK_L=block_l, BLOCK_C=block_c,
         COPY=copy, ONES=ones, num_warps=4,
     )  # fmt: skip
@@ -258,7 +262,8 @@ def normalized_gradient(x: Tensor, grad: Tensor, other: Tensor | None = None) ->
     kind = 0 if other is None else 1 if other.shape[1] == grad.shape[1] else 2
     out = torch.empty_like(x)
     block_l, block_c = whole_rows(grad.shape[1])
-    normalize_gradient_kernel[(ceil_div(rows, block_l),)](
+    launch_kernel(
+        normalize_gradient_kernel, (ceil_div(rows, block_l),),
         x, grad, x if other is None else other, out, rows, width, grad.shape[1], EPS, BLOCK_L=block_l,
         BLOCK_C=block_c, OTHER=kind, num_warps=4,
     )  # fmt: skip
@@ -271,7 +276,8 @@ def folded(weights: Sequence[Tensor], gamma: Tensor | None, dtype: torch.dtype) 
     out = weights[0].new_empty((rows, round_up(width)), dtype=dtype)
     first, last = weights[0].contiguous(), weights[-1].contiguous()
     block_l, block_c = whole_rows(out.shape[1])
-    fold_kernel[(ceil_div(rows, block_l),)](
+    launch_kernel(
+        fold_kernel, (ceil_div(rows, block_l),),
         first, last, first if gamma is None else gamma, out, first.shape[0], rows, width, out.shape[1],
         BLOCK_L=block_l, BLOCK_C=block_c, SCALE=gamma is not None, num_warps=4,
     )  # fmt: skip

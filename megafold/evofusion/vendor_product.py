@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megafold.replay import note
+
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
 """cudaDataType_t."""
 
@@ -43,26 +45,40 @@ def _without_workspace(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether cuBLAS took the product. It does not promise to without a workspace: some routines then fail."""
     if not len(a):
         return False
-    handle = torch.cuda.current_blas_handle()
     if (cublas := _cublas()) is None:
         return False
-    gemm, set_workspace = cublas
-    return set_workspace(handle, None, 0) == 0 and call(gemm, handle, a, b, out) == 0
+    work = product(*cublas, a, b, out)
+    if not work(a.data_ptr(), b.data_ptr(), out.data_ptr()):
+        return False
+
+    def again(*addresses: int) -> None:
+        if not work(*addresses):
+            raise RuntimeError("cuBLAS refused a product that it took before")
+
+    note(again, a, b, out)
+    return True
 
 
-def call(gemm: Callable, handle: int, a: Tensor, b: Tensor, out: Tensor) -> int:
-    """Call a function with the arguments of cublasGemmStridedBatchedEx; returns its status.
+def product(gemm: Callable, set_workspace: Callable, a: Tensor, b: Tensor, out: Tensor) -> Callable[..., bool]:
+    """A function that multiplies such matrices at three addresses, and says whether cuBLAS took the product.
 
     It works on columns: out^T = b^T a^T, and a matrix whose rows are contiguous is its transpose there.
+
+    Args:
+        gemm, set_workspace: cublasGemmStridedBatchedEx and cublasSetWorkspace.
     """
     (count, rows, inner), columns = a.shape, b.shape[2]
-    first, second = _seen(b), _seen(a)
-    kind = TYPES[out.dtype]
-    return gemm(
-        handle, first[0], second[0], columns, rows, inner, ctypes.byref(_ONE), b.data_ptr(), kind, *first[1:],
-        a.data_ptr(), kind, *second[1:], ctypes.byref(_ZERO), out.data_ptr(), kind, out.stride(1), out.stride(0), count,
-        COMPUTE_32F, DEFAULT_ALGORITHM,
-    )  # fmt: skip
+    (first, *of_first), (second, *of_second) = _seen(b), _seen(a)
+    sizes = first, second, columns, rows, inner, ctypes.byref(_ONE)
+    kind, zero = TYPES[out.dtype], ctypes.byref(_ZERO)
+    behind = kind, out.stride(1), out.stride(0), count, COMPUTE_32F, DEFAULT_ALGORITHM
+
+    def work(at_a: int, at_b: int, at_out: int) -> bool:
+        handle = torch.cuda.current_blas_handle()
+        matrices = at_b, kind, *of_first, at_a, kind, *of_second, zero, at_out, *behind
+        return set_workspace(handle, None, 0) == 0 and gemm(handle, *sizes, *matrices) == 0
+
+    return work
 
 
 def _seen(x: Tensor) -> tuple[int, int, int]:

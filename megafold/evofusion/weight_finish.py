@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold.evofusion.launch import ceil_div
+from megafold.replay import launch_kernel
 
 WHOLE = {"BLOCK_S": 1, "BLOCK_O": 32, "BLOCK_C": 128, "num_warps": 8}
 SHARED = {"BLOCK_S": 32, "BLOCK_O": 2, "BLOCK_C": 32, "num_warps": 8}
@@ -153,7 +154,8 @@ def gradients(
     weights = [part.weight.contiguous() for part in parts]
     gamma_, beta_ = (weights[0] if t is None else t for t in (gamma, beta))
     strides = [f(part) for f in _STRIDES for part in (first, last)]
-    finish_kernel[(sum(counts), ceil_div(width, blocks["BLOCK_C"]))](
+    launch_kernel(
+        finish_kernel, (sum(counts), ceil_div(width, blocks["BLOCK_C"])),
         first.products, last.products, first.sums, last.sums, weights[0], weights[-1], gamma_, beta_, grads[0],
         grads[-1], grads[0] if bias is None else of_bias, shares, shares[normed[0] :] if sum(normed[1:]) else shares,
         *strides, counts[0], first.products.shape[1], last.products.shape[1], 0 if bias is None else len(bias), width,
@@ -162,8 +164,15 @@ def gradients(
     )  # fmt: skip
     norms = [torch.empty_like(t) for t in (gamma, beta) if t is not None and sum(normed)]
     if norms:
-        finish_norm_kernel[(ceil_div(width, NORM_BLOCK["BLOCK_C"]), len(norms))](
-            shares, norms[0], norms[-1], sum(normed), width, **NORM_BLOCK
+        launch_kernel(
+            finish_norm_kernel,
+            (ceil_div(width, NORM_BLOCK["BLOCK_C"]), len(norms)),
+            shares,
+            norms[0],
+            norms[-1],
+            sum(normed),
+            width,
+            **NORM_BLOCK,
         )
     return Gradients(grads, of_bias, norms)
 

@@ -19,6 +19,7 @@ from megafold import triton_support
 from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options
 from megafold.evofusion.tiles import normalize
 from megafold.evofusion.weight_finish import Part, gradients
+from megafold.replay import launch_kernel
 
 MOST_OPERANDS = 4
 SUM_COLUMNS = 16
@@ -245,7 +246,8 @@ class Rows:
         block_o = max(16, min(self.config["block_o"], 1 << (columns - 1).bit_length()))
         blocks_o, blocks_c = ceil_div(columns, block_o), self.inputs // block_c
         partial, groups = self.partial[share, :, first:], self.batch * self.groups
-        weight_gradient_kernel[(count * blocks_o * blocks_c * self.splits,)](
+        launch_kernel(
+            weight_gradient_kernel, (count * blocks_o * blocks_c * self.splits,),
             *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), x.tensor, partial,
             one.b, one.i, one.step, x.b, x.i, x.step, partial.stride(0), partial.stride(1), self.groups, length,
             self.tiles(length), self.splits, blocks_o, blocks_c, columns, self.inputs, EPS, COUNT=count,
@@ -287,7 +289,8 @@ def add_together(term: Term, other: Term, share: int = 0, length: int = 0) -> No
     blocks_o, other_blocks_o = ceil_div(term.columns, block_o), ceil_div(other.columns, other_block_o)
     partial, other_partial = rows.partial[share], other.rows.partial[share]
     lengths = length or rows.length, length or other.rows.length
-    two_weight_gradients_kernel[((count * blocks_o + other_blocks_o) * rows.splits,)](
+    launch_kernel(
+        two_weight_gradients_kernel, ((count * blocks_o + other_blocks_o) * rows.splits,),
         *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), term.x.tensor, partial,
         one.b, one.i, one.step, term.x.b, term.x.i, term.x.step, partial.stride(0), partial.stride(1), rows.groups,
         lengths[0], rows.tiles(lengths[0]), blocks_o, term.columns, two.tensor, other.x.tensor, other_partial, two.b,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold.evofusion.launch import ceil_div
+from megafold.replay import launch_kernel
 
 BLOCK = 32
 MOST = 4
@@ -79,7 +80,8 @@ def prepared(dtype: torch.dtype, *wanted: Tensor | tuple) -> tuple[Tensor, ...]:
         return tuple(found)
     ends = list(itertools.accumulate(ceil_div(w.shape[0], BLOCK) * ceil_div(w.shape[1], BLOCK) for _, w, _ in work))
     filled = work + [work[0]] * (MOST - len(work))
-    prepare_kernel[(ends[-1],)](
+    launch_kernel(
+        prepare_kernel, (ends[-1],),
         *(w for _, w, _ in filled), *(found[at] for at, *_ in filled), *(w.shape[0] for _, w, _ in filled),
         *(w.shape[1] for _, w, _ in filled), *(ends + ends[-1:] * MOST)[: MOST - 1], COUNT=len(work),
         **{f"KIND{p}": kind for p, (*_, kind) in enumerate(filled)}, BLOCK=BLOCK, num_warps=4,

@@ -14,13 +14,15 @@ from megafold.evoflash3d.hopper.queries import queries_kernel_sm90
 from megafold.evoflash3d.hopper.rows import rows_kernel_sm90
 from megafold.evoflash3d.launch import Problem, block_d
 from megafold.gluon_descriptors import descriptor
+from megafold.replay import launch_kernel
 
 
 def launch_forward(problem: Problem, out: Tensor, lse: Tensor, natural_lse: bool, config: dict) -> None:
     """Fill `out` and `lse`. config: rows, block, stages, registers (of a thread that multiplies), programs_per_sm."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
-    forward_kernel_sm90[grid](
+    launch_kernel(
+        forward_kernel_sm90, grid,
         **_inputs(problem, held, block),
         bias=_matrix(problem.bias, [held, block]), out=out, lse=lse, **problem.strides("o", out),
         NATURAL=natural_lse, SHARES=config.get("shares", False), pitch=lse.shape[-1],
@@ -36,7 +38,8 @@ def launch_queries(
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NQ, config)
     own = "out" in gradients
-    queries_kernel_sm90[grid](
+    launch_kernel(
+        queries_kernel_sm90, grid,
         **_inputs(problem, held, block),
         grad_out=_rows(problem, gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
         out=_rows(problem, gradients["out" if own else "grad_out"], held),
@@ -53,7 +56,8 @@ def launch_keys(
     """Fill dk and dv. beside: as for `launch_queries`."""
     held, block = _held(config), config["block"]
     items, grid = _work(problem, problem.NK, config)
-    keys_kernel_sm90[grid](
+    launch_kernel(
+        keys_kernel_sm90, grid,
         **_inputs(problem, block, held),
         grad_out=_rows(problem, gradients["grad_out"], block), bias=_matrix(problem.bias, [block, held]),
         **_both_statistics(problem, gradients, block),
@@ -75,7 +79,8 @@ def launch_rows(
     """Fill dq, dk and dv. beside: as for `launch_queries`."""
     held, block = _held(config), config["block"]
     items = row_items(problem)
-    rows_kernel_sm90[_grid(problem, items, config)](
+    launch_kernel(
+        rows_kernel_sm90, _grid(problem, items, config),
         **_inputs(problem, held, block),
         grad_out=_rows(problem, gradients["grad_out"], held), bias=_matrix(problem.bias, [held, block]),
         **_both_statistics(problem, gradients, held), dq=dq, dk=dk, dv=dv,
@@ -104,7 +109,8 @@ def launch_bias(
     """Fill `partial` [chunks, B, H, NQ, NK] with sums over chunks of rows."""
     held, block = _held(config), config["block"]
     items = partial.shape[0] * bias_tiles(problem, config)
-    bias_kernel_sm90[_grid(problem, items, config)](
+    launch_kernel(
+        bias_kernel_sm90, _grid(problem, items, config),
         **_inputs(problem, held, block),
         grad_out=_rows(problem, gradients["grad_out"], held), **_both_statistics(problem, gradients, held),
         bias=problem.bias, dbias=partial, B=problem.B,

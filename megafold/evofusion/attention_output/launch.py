@@ -11,6 +11,7 @@ from megafold.evofusion.attention_output import kernels
 from megafold.evofusion.launch import ceil_div, configuration, options, shared_strides
 from megafold.evofusion.weight_gradient import product_over_rows
 from megafold.evofusion.weights import prepared
+from megafold.replay import launch_kernel
 
 
 def forward(
@@ -29,7 +30,8 @@ def forward(
     out = attended.new_empty(shape, dtype=dtype if residual is None else residual.dtype)
     sizes, constants = _constants("attention_output", attended, gate, weight, dropped, dtype)
     with triton_support.device_guard(attended.device):
-        kernels.output_kernel[sizes[-1:]](
+        launch_kernel(
+            kernels.output_kernel, sizes[-1:],
             attended, attended if gate is None else gate, *prepared(dtype, weight),
             attended if dropped is None else dropped, attended if residual is None else residual, out,
             *shared_strides(dropped), *sizes, RESIDUAL=residual is not None, **constants,
@@ -56,7 +58,8 @@ def backward(
     scaled = torch.empty_like(grad_out, dtype=dtype) if copies else grad_out
     sizes, constants = _constants("attention_output_gradient", attended, gate, weight, dropped, dtype)
     with triton_support.device_guard(attended.device):
-        kernels.gradient_kernel[sizes[-1:]](
+        launch_kernel(
+            kernels.gradient_kernel, sizes[-1:],
             grad_out, attended, attended if gate is None else gate, w, attended if dropped is None else dropped,
             grad_attended, grad_attended if gate is None else grad_gate, gated, scaled, *shared_strides(dropped),
             *sizes, COPY=copies, **constants,

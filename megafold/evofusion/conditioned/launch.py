@@ -14,6 +14,7 @@ from megafold.evofusion.rows import folded, normalized, normalized_gradient, who
 from megafold.evofusion.weight_finish import Part, gradients
 from megafold.evofusion.weight_gradient import Rows, by_rows, product_over_rows
 from megafold.evofusion.weights import DEALT, prepared
+from megafold.replay import launch_kernel
 
 
 def prepare(cond: Tensor, copy: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,15 +45,27 @@ def adaptive_norm(
     with triton_support.device_guard(x.device):
         if is_narrow(width, cond.shape[1]):
             config, constants = _narrow("adaptive_norm", x, cond, dtype)
-            kernels.adaptive_norm_kernel[(ceil_div(rows, config["block_l"]),)](
+            launch_kernel(
+                kernels.adaptive_norm_kernel, (ceil_div(rows, config["block_l"]),),
                 x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype), out, rows, EPS,
                 BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip
             return out, x.new_empty(0, dtype=dtype)
         pre = _normed(cond, normed, dtype) @ folded((gamma_weight, beta_weight), cond_norm_weight, dtype).mT
         block_l, block_c = whole_rows(width)
-        row_kernels.scale_shift_kernel[(ceil_div(rows, block_l),)](
-            x, pre, gamma_bias, out, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=4
+        launch_kernel(
+            row_kernels.scale_shift_kernel,
+            (ceil_div(rows, block_l),),
+            x,
+            pre,
+            gamma_bias,
+            out,
+            rows,
+            width,
+            EPS,
+            BLOCK_L=block_l,
+            BLOCK_C=block_c,
+            num_warps=4,
         )
     return out, pre
 
@@ -101,7 +114,8 @@ def _narrow_backward(
         inputs = grad_out, x, cond, cond_norm_weight, w_gamma, gamma_bias, turned, *others
         hopper.adaptive_norm_gradient(*inputs, grad_x, grad_cond, grad_gate, **config["gluon"])
     else:
-        kernels.adaptive_norm_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
+        launch_kernel(
+            kernels.adaptive_norm_gradient_kernel, (ceil_div(rows, config["block_l"]),),
             grad_out, x, cond, cond_norm_weight, *_between(gamma_weight, gamma_bias, beta_weight, dtype),
             *((other_x, other_cond) if both else (x, cond)), grad_x, grad_cond, grad_gate, rows, EPS,
             BLOCK_O=min(config["block_o"], width), OTHERS=both, **constants, **options(config),
@@ -123,7 +137,8 @@ def _wide_backward(
     rows, width = x.shape
     grad_x, grad_pre = torch.empty_like(x), torch.empty_like(pre)
     block_l, block_c = whole_rows(width)
-    row_kernels.scale_shift_gradient_kernel[(ceil_div(rows, block_l),)](
+    launch_kernel(
+        row_kernels.scale_shift_gradient_kernel, (ceil_div(rows, block_l),),
         grad_out, x, pre, gamma_bias, x if other_x is None else other_x, grad_x, grad_pre, rows, width, EPS,
         BLOCK_L=block_l, BLOCK_C=block_c, OTHER=other_x is not None, num_warps=4,
     )  # fmt: skip
@@ -153,7 +168,8 @@ def condition_gate(
         if is_narrow(width, cond.shape[1]):
             out = torch.empty_like(y, dtype=out_dtype)
             config, constants = _narrow("condition_gate", y, cond, dtype)
-            kernels.condition_gate_kernel[(ceil_div(rows, config["block_l"]),)](
+            launch_kernel(
+                kernels.condition_gate_kernel, (ceil_div(rows, config["block_l"]),),
                 y, cond, *prepared(dtype, weight), bias, y if residual is None else residual, out, rows,
                 BLOCK_O=min(config["block_o"], width), RESIDUAL=residual is not None, **constants, **options(config),
             )  # fmt: skip
@@ -181,7 +197,8 @@ def condition_gate_backward(
             grad_y, grad_gate = torch.empty_like(y), torch.empty_like(y, dtype=dtype)
             grad_cond = torch.empty_like(cond)
             config, constants = _narrow("condition_gate_gradient", y, cond, dtype)
-            kernels.condition_gate_gradient_kernel[(ceil_div(rows, config["block_l"]),)](
+            launch_kernel(
+                kernels.condition_gate_gradient_kernel, (ceil_div(rows, config["block_l"]),),
                 grad_out, y, cond, *prepared(dtype, weight), bias, grad_y, grad_cond, grad_gate, rows,
                 BLOCK_O=min(config["block_o"], width), **constants, **options(config),
             )  # fmt: skip

@@ -20,6 +20,7 @@ from megafold.evofusion.hopper.triangle_output_weights import triangle_output_we
 from megafold.evofusion.hopper.triangle_result import triangle_result_kernel_sm90
 from megafold.evofusion.launch import EPS
 from megafold.gluon_descriptors import TYPES, descriptor
+from megafold.replay import launch_kernel
 
 WIDTH, TILE, STEP = 128, 64, 64
 MOST_HEADS = 16
@@ -35,7 +36,8 @@ def project(
     """
     tiles, grid = _work(x)
     constants = {"HAS_BETA": beta is not None, "BIASED": 0 if bias is None else len(bias), "REGISTERS": registers}
-    project_kernel_sm90[grid](
+    launch_kernel(
+        project_kernel_sm90, grid,
         _rows(x), _dealt(w, STEP), _matrix(w_heads, MOST_HEADS), gamma, gamma if beta is None else beta,
         gamma if bias is None else bias.contiguous(), *outs, *[outs[0]] * (4 - len(outs)), heads if number else outs[0],
         len(x), length, tiles, EPS, C=WIDTH, COUNT=len(outs), STEP=STEP, STAGES=8 // x.element_size(), HEADS=number,
@@ -55,7 +57,8 @@ def input_gradient(
     tiles, grid = _work(x)
     step = WIDTH if len(grads) == 1 else 0
     blocks = [_rows(grad) for grad in grads] * (4 // len(grads))
-    input_gradient_kernel_sm90[grid](
+    launch_kernel(
+        input_gradient_kernel_sm90, grid,
         _rows(x), _dealt(w, WIDTH), *blocks, gamma, x if other is None else other, grad_heads, w_heads,
         grad_x, normed, len(x), length, tiles, EPS, C=WIDTH, COUNT=len(blocks), WIDTH=WIDTH, STEP=step,
         HELD=4 // x.element_size(), HEADS=number, OTHER=other is not None, REGISTERS=registers, num_warps=4,
@@ -71,7 +74,8 @@ def transition(
     w_in [512, 128], w_out [128, 256].
     """
     tiles, grid = _work(x)
-    transition_kernel_sm90[grid](
+    launch_kernel(
+        transition_kernel_sm90, grid,
         _rows(x), _matrix(w_in, STEP), _dealt(w_out, WIDTH, STEP), gamma, beta, x, out, len(x), tiles, EPS, C=WIDTH,
         PARTS=2 * WIDTH // STEP, STEP=STEP, NORM=norm, RESIDUAL=residual, SLOTS=4 // x.element_size(),
         REGISTERS=registers, num_warps=4,
@@ -87,7 +91,8 @@ def transition_gradient(
     w_in [512, 128]; w_out [256, 128], transposed. grad_out and x have the same dtype.
     """
     tiles, grid = _work(x)
-    transition_gradient_kernel_sm90[grid](
+    launch_kernel(
+        transition_gradient_kernel_sm90, grid,
         _rows(x), _rows(grad_out), _dealt(w_in, STEP), _dealt(w_out, STEP), gamma, beta, hidden, grads,
         upstream, len(x), tiles, EPS, C=WIDTH, INNER=2 * WIDTH, STEP=STEP, NORM=norm, COPY=copies,
         SLOTS=4 // x.element_size(), REGISTERS=registers, num_warps=4,
@@ -106,7 +111,8 @@ def triangle_operands(
     pairs = 128
     count = len(x)
     tiles = triton.cdiv(count, pairs)
-    triangle_operands_kernel_sm90[(min(tiles, triton_support.multiprocessors(x.device)),)](
+    launch_kernel(
+        triangle_operands_kernel_sm90, (min(tiles, triton_support.multiprocessors(x.device)),),
         _dealt(x, pairs), _matrix(w, TILE), shift, shift if mask is None else mask, operands, count, tiles, EPS,
         C=WIDTH, PAIRS=pairs, STAGES=stages, NORM=norm, HAS_MASK=mask is not None, REGISTERS=registers, num_warps=4,
     )  # fmt: skip
@@ -119,7 +125,8 @@ def triangle_result(
     """Fill out [M, 128]; arguments as for `triangle_output`."""
     tiles, grid = _work(x)
     planes = descriptor(product, tuple(product.shape), tuple(product.stride()), (WIDTH, TILE))
-    triangle_result_kernel_sm90[grid](
+    launch_kernel(
+        triangle_result_kernel_sm90, grid,
         _rows(x), planes, _dealt(w_gate, STEP), _dealt(w_out, STEP), x, x if dropped is None else dropped, gate_shift,
         out_shift, out, *strides, size, tiles, EPS, C=WIDTH, STEP=STEP, HELD=8 // x.element_size(),
         HAS_DROPPED=dropped is not None, RESIDUAL=residual, REGISTERS=registers, num_warps=4,
@@ -142,7 +149,8 @@ def triangle_output(
     step = 32
     both, transposed = dealt or (_with_dealt_columns(w_gate, w_out), _with_dealt_columns(w_out.mT))
     tiles, grid = _work(x)
-    triangle_output_kernel_sm90[grid](
+    launch_kernel(
+        triangle_output_kernel_sm90, grid,
         _rows(x), _planes(product, WIDTH), _dealt(both, step), _dealt(transposed, WIDTH, step), grad_out,
         grad_out if dropped is None else dropped, gate_shift, out_shift, x_hat, rstd, p_hat, upstream,
         _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles, EPS, C=WIDTH, STEP=step,
@@ -165,7 +173,8 @@ def triangle_output_weights(
     step = 32
     tiles, grid = _work(x)
     partial = torch.empty((*grid, WIDTH, WIDTH + 8), device=x.device, dtype=torch.float32)
-    triangle_output_weights_kernel_sm90[grid](
+    launch_kernel(
+        triangle_output_weights_kernel_sm90, grid,
         _rows(x), _planes(product, WIDTH), _dealt(dealt, step), grad_out, grad_out if dropped is None else dropped,
         shift, x_hat, rstd, partial, _planes(grad_gate, step), _planes(grad_product, WIDTH), *strides, size, tiles,
         C=WIDTH, STEP=step, HAS_DROPPED=dropped is not None, EPS=EPS, REGISTERS=registers, OF_WEIGHTS=of_weights,
@@ -193,7 +202,8 @@ def triangle_both(
     dealt = _with_dealt_columns(*w.split(WIDTH)) if dealt is None else dealt
     tiles, grid = _work(x_hat)
     planes = descriptor(grads, tuple(grads.shape), tuple(grads.stride()), (step, TILE))
-    triangle_both_kernel_sm90[grid](
+    launch_kernel(
+        triangle_both_kernel_sm90, grid,
         x_hat, planes, _matrix(dealt, step), shift, shift if mask is None else mask, rstd, grad_out, grad_x,
         tiles, C=WIDTH, STEP=step, STAGES=stages, HAS_MASK=mask is not None, RESIDUAL=residual,
         REGISTERS=registers, num_warps=4,
@@ -223,7 +233,8 @@ def adaptive_norm_gradient(
     """
     step, others = 32, other_x is not None
     tiles, grid = _work(x)
-    adaptive_norm_gradient_kernel_sm90[grid](
+    launch_kernel(
+        adaptive_norm_gradient_kernel_sm90, grid,
         _part(x, step), _rows(cond), _part(grad_out, step), _dealt(w_gamma, step),
         _dealt(both, WIDTH, step), cond_gamma, gamma_bias, other_x if others else x,
         other_cond if others else cond, grad_x, grad_cond, grad_gate, len(x), tiles, EPS, C=WIDTH, STEP=step,

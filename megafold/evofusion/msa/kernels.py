@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megafold import triton_support
 from megafold.evofusion.launch import ceil_div
+from megafold.replay import launch_kernel
 
 MEAN = {"BLOCK_I": 128, "BLOCK_S": 4, "BLOCK_J": 64, "num_warps": 8, "num_stages": 3}
 WEIGHTS = {"BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_S": 2, "num_warps": 8, "num_stages": 3}
@@ -97,7 +98,8 @@ def gradients(grad: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Te
     splits = ceil_div(depth, each)
     partial = weights.new_empty((splits, *weights.shape), dtype=torch.float32)
     with triton_support.device_guard(values.device):
-        average_weights_kernel[(tiles, batch * heads, splits)](
+        launch_kernel(
+            average_weights_kernel, (tiles, batch * heads, splits),
             grad, values, partial, depth, size, heads, each, E=width, PRECISION=triton_support.float32_precision(),
             **config,
         )  # fmt: skip
@@ -110,7 +112,8 @@ def _mean(weights: Tensor, values: Tensor, transposed: bool) -> Tensor:
     out, config = values.new_empty(values.shape), _config(MEAN, values)
     grid = ceil_div(size, config["BLOCK_I"]), ceil_div(depth, config["BLOCK_S"]), batch * heads
     with triton_support.device_guard(values.device):
-        average_kernel[grid](
+        launch_kernel(
+            average_kernel, grid,
             weights, values, out, depth, size, heads, E=width, TRANSPOSED=transposed,
             PRECISION=triton_support.float32_precision(), **config,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from megafold.evofusion.norm_project import kernels
 from megafold.evofusion.weight_finish import Part, gradients
 from megafold.evofusion.weight_gradient import Operand, Rows, Term, add_together, by_rows, runs_together
 from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
+from megafold.replay import launch_kernel
 
 RESIDENT_BYTES = 1 << 17
 """Largest weights that a program keeps in shared memory."""
@@ -63,11 +64,20 @@ def forward(
             programs = min(tiles, triton_support.multiprocessors(x.device))
             constants |= {"STAGES": config["num_stages"]}
             del constants["BLOCK_O"]
-            kernels.resident_project_kernel[(programs,)](
-                *arguments, *rows, heads, length, tiles, programs, EPS, **constants
+            launch_kernel(
+                kernels.resident_project_kernel,
+                (programs,),
+                *arguments,
+                *rows,
+                heads,
+                length,
+                tiles,
+                programs,
+                EPS,
+                **constants,
             )
         else:
-            kernels.project_kernel[(tiles,)](*arguments, *rows, heads, length, EPS, **constants)
+            launch_kernel(kernels.project_kernel, (tiles,), *arguments, *rows, heads, length, EPS, **constants)
     return (*rows, heads)
 
 
@@ -185,9 +195,11 @@ def _launch_gradient(pointers: tuple[Tensor, ...], batch: int, length: int, conf
         del constants["BLOCK_O"]
         wide = constants["OUTPUTS"] if count > 1 else max(16, constants["OUTPUTS"] // MOST)
         constants |= {"STAGES": config["num_stages"], "WIDE": wide}
-        kernels.resident_gradient_kernel[(programs,)](*pointers, length, tiles, programs, EPS, **constants)
+        launch_kernel(
+            kernels.resident_gradient_kernel, (programs,), *pointers, length, tiles, programs, EPS, **constants
+        )
     else:
-        kernels.gradient_kernel[(tiles,)](*pointers, length, EPS, **constants)
+        launch_kernel(kernels.gradient_kernel, (tiles,), *pointers, length, EPS, **constants)
 
 
 def _is_resident(config: dict, w: Tensor, count: int) -> bool:

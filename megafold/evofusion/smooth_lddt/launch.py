@@ -8,6 +8,7 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.launch import ceil_div, configuration, options
 from megafold.evofusion.smooth_lddt import kernels
+from megafold.replay import launch_kernel
 
 
 def sums(
@@ -23,8 +24,17 @@ def sums(
     totals = pred.new_empty((pred.shape[0], blocks), dtype=torch.float32)
     counts = pred.new_empty((pred.shape[0], blocks), dtype=torch.int32)
     with triton_support.device_guard(pred.device):
-        kernels.score_kernel[(totals.numel(),)](
-            *inputs, totals, counts, pred.shape[1], blocks, nucleic_acid_cutoff, other_cutoff, **keywords
+        launch_kernel(
+            kernels.score_kernel,
+            (totals.numel(),),
+            *inputs,
+            totals,
+            counts,
+            pred.shape[1],
+            blocks,
+            nucleic_acid_cutoff,
+            other_cutoff,
+            **keywords,
         )
     return totals.sum(1), counts.sum(1)
 
@@ -42,8 +52,17 @@ def gradient(
     blocks, inputs, keywords = _arguments("smooth_lddt_gradient", pred, true, is_nucleotide, mask)
     grad = torch.empty_like(inputs[0])
     with triton_support.device_guard(pred.device):
-        kernels.gradient_kernel[(pred.shape[0] * blocks,)](
-            scale.contiguous(), *inputs, grad, pred.shape[1], blocks, nucleic_acid_cutoff, other_cutoff, **keywords
+        launch_kernel(
+            kernels.gradient_kernel,
+            (pred.shape[0] * blocks,),
+            scale.contiguous(),
+            *inputs,
+            grad,
+            pred.shape[1],
+            blocks,
+            nucleic_acid_cutoff,
+            other_cutoff,
+            **keywords,
         )
     return grad
 

@@ -28,6 +28,7 @@ from megafold.evofusion.vendor_product import multiply
 from megafold.evofusion.weight_finish import Part, gradients
 from megafold.evofusion.weight_gradient import Rows, Term, add_together, by_rows, product_over_rows, runs_together
 from megafold.evofusion.weights import PLAIN, TRANSPOSED, prepared
+from megafold.replay import launch_kernel
 
 RESIDENT_BYTES = 3 << 16
 """Largest weights that a program keeps in shared memory."""
@@ -60,8 +61,16 @@ def forward(
             flat = x.view(rows, -1), *pointers[1:5], out.view(rows, -1)
             hopper.transition(*flat, norm_weight is not None, residual, **config["gluon"])
             return out, x.new_empty(0, dtype=dtype)
-        kernels.transition_kernel[(ceil_div(rows, config["block_l"]),)](
-            *pointers, rows, in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config)
+        launch_kernel(
+            kernels.transition_kernel,
+            (ceil_div(rows, config["block_l"]),),
+            *pointers,
+            rows,
+            in_weight.shape[0] // 2,
+            EPS,
+            RESIDUAL=residual,
+            **constants,
+            **options(config),
         )
     return out, x.new_empty(0, dtype=dtype)
 
@@ -121,9 +130,9 @@ def _launch_gradient(pointers: tuple[Tensor, ...], rows: int, inner: int, config
         programs = min(tiles, triton_support.multiprocessors(pointers[0].device))
         del constants["BLOCK_O"]
         constants |= {"STAGES": config["num_stages"], "INNER": inner}
-        kernels.resident_gradient_kernel[(programs,)](*pointers, rows, tiles, programs, EPS, **constants)
+        launch_kernel(kernels.resident_gradient_kernel, (programs,), *pointers, rows, tiles, programs, EPS, **constants)
     else:
-        kernels.gradient_kernel[(tiles,)](*pointers, rows, inner, EPS, **constants)
+        launch_kernel(kernels.gradient_kernel, (tiles,), *pointers, rows, inner, EPS, **constants)
 
 
 def _vectors(x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -242,8 +251,16 @@ def _scaled(weight: Tensor, gamma: Tensor | None) -> Tensor:
 def _swiglu(pre: Tensor) -> Tensor:
     rows, inner = pre.shape[0], pre.shape[1] // 2
     hidden = pre.new_empty((rows, inner))
-    row_kernels.swiglu_kernel[(ceil_div(rows, 4), ceil_div(inner, 512))](
-        pre, hidden, rows, inner, BLOCK_L=4, BLOCK_C=512, num_warps=4
+    launch_kernel(
+        row_kernels.swiglu_kernel,
+        (ceil_div(rows, 4), ceil_div(inner, 512)),
+        pre,
+        hidden,
+        rows,
+        inner,
+        BLOCK_L=4,
+        BLOCK_C=512,
+        num_warps=4,
     )
     return hidden
 
@@ -255,8 +272,18 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     grad_hidden = upstream @ w_out
     grad_pre, hidden = torch.empty_like(pre), torch.empty_like(grad_hidden)
     rows, full = hidden.shape
-    row_kernels.swiglu_gradient_kernel[(ceil_div(rows, 4), ceil_div(full, 512))](
-        pre, grad_hidden, grad_pre, hidden, rows, full, BLOCK_L=4, BLOCK_C=512, num_warps=4
+    launch_kernel(
+        row_kernels.swiglu_gradient_kernel,
+        (ceil_div(rows, 4), ceil_div(full, 512)),
+        pre,
+        grad_hidden,
+        grad_pre,
+        hidden,
+        rows,
+        full,
+        BLOCK_L=4,
+        BLOCK_C=512,
+        num_warps=4,
     )
     grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
     source = _wide_input(x, norm, dtype)

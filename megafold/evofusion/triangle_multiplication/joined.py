@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megafold.evofusion.weights import dealt_place
+from megafold.replay import launch_kernel
 
 COLUMNS = 8
 """Of weights' gradients that a program of `finish_kernel` takes, with all of their rows."""
@@ -106,8 +107,16 @@ def fold_all(weights: tuple[Tensor, ...], norms: tuple[Tensor, ...], dtype: torc
     width = weights[1].shape[1]
     w = torch.empty((13 * width, width), device=weights[0].device, dtype=dtype)
     shift = torch.empty(6 * width, device=w.device, dtype=torch.float32)
-    fold_all_kernel[(6 * width // ROWS,)](
-        *(weight.contiguous() for weight in weights), *norms, *split(w), shift, C=width, BLOCK=ROWS, num_warps=4
+    launch_kernel(
+        fold_all_kernel,
+        (6 * width // ROWS,),
+        *(weight.contiguous() for weight in weights),
+        *norms,
+        *split(w),
+        shift,
+        C=width,
+        BLOCK=ROWS,
+        num_warps=4,
     )
     return w, shift
 
@@ -128,7 +137,8 @@ def finish(of_input: Pair, of_output: Pair, weights: tuple[Tensor, ...], norms: 
     width = weights[1].shape[1]
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*weights, *norms)]
     strides = (t.stride(0) for t in (*of_input, *of_output))
-    finish_kernel[(2, width // COLUMNS)](
+    launch_kernel(
+        finish_kernel, (2, width // COLUMNS),
         *of_input, *of_output, *(weight.contiguous() for weight in weights), *norms, *grads, *strides, C=width,
         BLOCK=COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from megafold.evofusion.launch import (
 from megafold.evofusion.triangle_multiplication import joined, kernels
 from megafold.evofusion.vendor_product import multiply
 from megafold.evofusion.weight_gradient import product_over_rows, through_norm
+from megafold.replay import launch_kernel
 
 FOLD_ROWS, NORMALIZED_PAIRS = 16, 32
 """Rows of weights that a program of `fold_kernel` takes, and pairs that one of the normalising kernels takes."""
@@ -139,7 +140,8 @@ class Call:
         rows = sum(len(w) for w in weights)
         w = torch.empty((rows, self.width), device=self.x.device, dtype=self.dtype)
         shift = torch.empty(rows, device=self.x.device, dtype=torch.float32)
-        kernels.fold_kernel[(rows // FOLD_ROWS,)](
+        launch_kernel(
+            kernels.fold_kernel, (rows // FOLD_ROWS,),
             weights[0].contiguous(), weights[-1].contiguous(), gamma, beta, w, shift, len(weights[0]), C=self.width,
             BLOCK=FOLD_ROWS, num_warps=4,
         )  # fmt: skip
@@ -156,8 +158,17 @@ class Call:
     def _normalize(self, kernel, source: Tensor, out: Tensor) -> Tensor:
         """Run one of the normalising kernels; returns 1 / std [B, T, P]."""
         rstd = torch.empty((self.batch, self.tall, self.padded), device=self.x.device, dtype=torch.float32)
-        kernel[(self._tiles(NORMALIZED_PAIRS),)](
-            source, out, rstd, *self.sizes, EPS, C=self.width, BLOCK_L=NORMALIZED_PAIRS, num_warps=4
+        launch_kernel(
+            kernel,
+            (self._tiles(NORMALIZED_PAIRS),),
+            source,
+            out,
+            rstd,
+            *self.sizes,
+            EPS,
+            C=self.width,
+            BLOCK_L=NORMALIZED_PAIRS,
+            num_warps=4,
         )
         return rstd
 
@@ -172,7 +183,8 @@ class Call:
             hopper.triangle_operands(rows, norm, *self._of_input(gamma, beta), mask, channels, **config)
             return
         grid, keywords = self._each("project", 2 * self.width)
-        kernels.project_kernel[grid](
+        launch_kernel(
+            kernels.project_kernel, grid,
             self.x if norm else self._normalized[0], *self._of_input(gamma, beta),
             self.x if self.mask is None else self.mask, operands, first, operands.shape[1], *self.sizes, EPS,
             HAS_MASK=self.mask is not None, NORM=norm, **keywords,
@@ -190,7 +202,8 @@ class Call:
             hopper.triangle_result(*rows, out, residual, **config)
             return out
         grid, keywords = self._each("output", self.width)
-        kernels.output_kernel[grid](
+        launch_kernel(
+            kernels.output_kernel, grid,
             self.x, product, *self._of_output(gamma, beta, out_gamma, out_beta),
             self.x if self.dropped is None else self.dropped, out, *self.strides, *self.sizes, EPS,
             HAS_DROPPED=self.dropped is not None, RESIDUAL=residual, **keywords,
@@ -233,12 +246,15 @@ class Call:
         rstd = self._normalize(kernels.normalize_product_kernel, product, grads)
         of_output = self._of_output(gamma, beta, out_gamma, out_beta)
         grid, sizes, keywords = self._resident("output_gradient", self.width)
-        kernels.output_gradient_kernel[grid](
+        launch_kernel(
+            kernels.output_gradient_kernel, grid,
             grad_out, self._of_x()[0], *of_output, self.x if self.dropped is None else self.dropped, grads,
             *self.strides, *sizes, HAS_DROPPED=self.dropped is not None, **keywords,
         )  # fmt: skip
         grid, keywords = self._each("product_gradient", self.width)
-        kernels.product_gradient_kernel[grid](grads, rstd, of_output[2], grad_product, *self.sizes, **keywords)
+        launch_kernel(
+            kernels.product_gradient_kernel, grid, grads, rstd, of_output[2], grad_product, *self.sizes, **keywords
+        )
         return grads, grad_product
 
     def of_output_weights(
@@ -284,8 +300,18 @@ class Call:
         else:
             self._gate_gradient(grads, x_hat, w, shift)
             grid, keywords = self._each("input_gradient", self.width)
-            kernels.input_gradient_kernel[grid](
-                grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords
+            launch_kernel(
+                kernels.input_gradient_kernel,
+                grid,
+                grad_out,
+                x_hat,
+                rstd,
+                w,
+                grads,
+                grad_x,
+                *self.sizes,
+                RESIDUAL=residual,
+                **keywords,
             )
         # The ones behind x_hat make the sums over the rows in the same product.
         products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
@@ -303,7 +329,8 @@ class Call:
     def _gate_gradient(self, grads: Tensor, x_hat: Tensor, w: Tensor, shift: Tensor) -> None:
         """Turn the gradients of the operands, the first 2 C channels, into those of values, gates in the next 2 C."""
         grid, sizes, keywords = self._resident("gate_gradient", 2 * self.width)
-        kernels.gate_gradient_kernel[grid](
+        launch_kernel(
+            kernels.gate_gradient_kernel, grid,
             x_hat, w, shift, self.x if self.mask is None else self.mask, grads, *sizes,
             HAS_MASK=self.mask is not None, **keywords,
         )  # fmt: skip

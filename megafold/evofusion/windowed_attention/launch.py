@@ -8,6 +8,7 @@ from torch import Tensor
 from megafold import triton_support
 from megafold.evofusion.launch import configuration, options
 from megafold.evofusion.windowed_attention import kernels
+from megafold.replay import launch_kernel
 
 
 def forward(
@@ -20,7 +21,7 @@ def forward(
     lse = torch.empty((batch, heads, atoms), device=q.device, dtype=torch.float32)
     grid, inputs, sizes, keywords = _arguments("windowed_attention", q, k, v, bias, mask, windowed_mask, scale)
     with triton_support.device_guard(q.device):
-        kernels.forward_kernel[grid](*inputs, out, lse, *sizes, **keywords)
+        launch_kernel(kernels.forward_kernel, grid, *inputs, out, lse, *sizes, **keywords)
     return out, lse
 
 
@@ -42,7 +43,8 @@ def backward(
     dbias = torch.empty(bias.shape, device=q.device, dtype=bias.dtype)
     grid, inputs, sizes, keywords = _arguments("windowed_attention_gradient", q, k, v, bias, mask, windowed_mask, scale)
     with triton_support.device_guard(q.device):
-        kernels.gradient_kernel[grid](
+        launch_kernel(
+            kernels.gradient_kernel, grid,
             grad_out.contiguous(), *inputs, out, lse, dq, dk, dv, dbias, *sizes, **keywords
         )  # fmt: skip
     return dq, dk, dv, dbias

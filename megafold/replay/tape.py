@@ -1,0 +1,159 @@
+"""What is repeated: steps over buffers, which a call brings or makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class State:
+    """Of one call: the tensor and the address of each buffer, by number; those of the arguments come first."""
+
+    __slots__ = ("addresses", "bases", "stream")
+
+    def __init__(self, bases: list[Tensor | None], addresses: list[int], stream: int | None) -> None:
+        self.bases, self.addresses, self.stream = bases, addresses, stream
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in a buffer: offset in elements from the buffer's first one; `whole`: the buffer's tensor itself."""
+
+    buffer: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    whole: bool
+
+    def of(self, bases: Sequence[Tensor | None]) -> Tensor:
+        """The tensor."""
+        base = bases[self.buffer]
+        if self.whole:
+            return base
+        if base.dtype != self.dtype:
+            base = base.view(self.dtype)
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attributes:
+    run: what is done. uses: buffers that it reads or writes. makes: buffers that it appends, in this order.
+    """
+
+    run: Callable[[State], None]
+    uses: frozenset[int]
+    makes: tuple[int, ...] = ()
+
+
+class Address:
+    """In the place of a tensor, for what asks a tensor for nothing but its address."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def allocation(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable:
+    """A step that makes an uninitialised tensor."""
+    size, stride = tuple(size), tuple(stride)
+
+    def run(state: State) -> None:
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        state.bases.append(made)
+        state.addresses.append(made.data_ptr())
+
+    return run
+
+
+def kernel(
+    runner: Callable,
+    arguments: list,
+    pointers: list[tuple[int, int, int]],
+    descriptors: list[tuple[int, Any, int, int]],
+) -> Callable:
+    """A step that launches a compiled kernel.
+
+    Args:
+        arguments: all of them; those that follow are put in their places.
+        pointers: place, buffer and offset in bytes. descriptors: place, what is like it but for its tensor, buffer and
+            offset in bytes.
+    """
+
+    def run(state: State) -> None:
+        found, addresses = arguments.copy(), state.addresses
+        for place, buffer, offset in pointers:
+            found[place] = addresses[buffer] + offset
+        for place, like, buffer, offset in descriptors:
+            found[place] = described = object.__new__(like.__class__)
+            described.__dict__.update(like.__dict__, base=Address(addresses[buffer] + offset))
+        runner(*found, stream=state.stream)
+
+    return run
+
+
+def call(function: Callable, places: Sequence[tuple[int, int]]) -> Callable:
+    """A step that calls a function of addresses: of buffers, and offsets in bytes."""
+
+    def run(state: State) -> None:
+        function(*(state.addresses[buffer] + offset for buffer, offset in places))
+
+    return run
+
+
+def operator(function: Callable, arguments: tuple, keywords: dict, made: Callable) -> Callable:
+    """A step that calls one of PyTorch's operators. made: which of its results are new tensors."""
+
+    def run(state: State) -> None:
+        bases = state.bases
+        found = function(
+            *_filled(arguments, bases), **{name: _filled(value, bases) for name, value in keywords.items()}
+        )
+        for tensor in made(found):
+            bases.append(tensor)
+            state.addresses.append(tensor.data_ptr())
+
+    return run
+
+
+def _filled(value: object, bases: Sequence[Tensor | None]) -> Any:
+    """The same with tensors in the place of views."""
+    if isinstance(value, View):
+        return value.of(bases)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(part, bases) for part in value)
+    return value
+
+
+class Tape:
+    """Steps that give an operator's results from its arguments; a buffer is let go after the last step that uses it."""
+
+    def __init__(self, steps: Sequence[Step], results: Sequence[View | None], single: bool) -> None:
+        """results: in the operator's order. single: the operator gives one tensor, not a tuple."""
+        self._results, self._single = tuple(results), single
+        kept = {view.buffer for view in self._results if view is not None}
+        last = {buffer: at for at, step in enumerate(steps) for buffer in (*step.makes, *step.uses)}
+        made = {buffer for step in steps for buffer in step.makes}
+        self._steps = tuple(
+            (step.run, tuple(buffer for buffer in made - kept if last[buffer] == at)) for at, step in enumerate(steps)
+        )
+
+    def __call__(self, tensors: list[Tensor | None], stream: int | None) -> Tensor | tuple[Tensor | None, ...]:
+        """Run the steps on what an operator was called with, None in the place of other arguments."""
+        bases = list(tensors)
+        state = State(bases, [0 if tensor is None else tensor.data_ptr() for tensor in bases], stream)
+        for run, dead in self._steps:
+            run(state)
+            for buffer in dead:
+                bases[buffer] = None
+        results = tuple(None if view is None else view.of(bases) for view in self._results)
+        return results[0] if self._single else results
