@@ -41,15 +41,16 @@ def replayed(function: Callable) -> Callable:
 
     It has to launch kernels through `launch_kernel`, to `note` whatever else goes past PyTorch's dispatcher, and to
     decide by nothing but its arguments (shapes, strides, dtypes, device, alignment; never values of tensors) and by
-    PyTorch's setting for TF32. The first argument is a tensor.
+    PyTorch's setting for TF32. The first argument that is not None is a tensor.
     """
     tapes: dict[tuple, Tape | int] = {}
 
     @functools.wraps(function)
     def call(*arguments):
-        if _ordinary or not serves(arguments[0]) or recording() is not None:
+        tensor = next(argument for argument in arguments if argument is not None)
+        if _ordinary or not serves(tensor) or recording() is not None:
             return function(*arguments)
-        return _repeat_or_record(function, tapes, arguments)
+        return _repeat_or_record(function, tapes, tensor.get_device(), arguments)
 
     return call
 
@@ -60,13 +61,12 @@ def serves(tensor: Tensor) -> bool:
     return tensor.is_cuda and not torch.version.hip
 
 
-def _repeat_or_record(function: Callable, tapes: dict[tuple, Tape | int], arguments: tuple):
+def _repeat_or_record(function: Callable, tapes: dict[tuple, Tape | int], index: int, arguments: tuple):
     """Call a function by its tape; without one, record it unless the signature is new.
 
     Args:
-        tapes: by signature; in the place of a tape, how often it was seen.
+        tapes: by signature; in the place of a tape, how often it was seen. index: of the device, -1 for the CPU.
     """
-    index = arguments[0].get_device()
     key: list[object] = [index, triton_support.float32_precision()]
     tensors: list[Tensor | None] = []
     first: dict[int, int] = {}

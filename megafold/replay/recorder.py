@@ -138,23 +138,21 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, tensor: Tensor) -> View:
         buffer, offset = self._place(tensor)
-        size, stride, dtype = self._like[buffer]
-        if dtype.itemsize != tensor.dtype.itemsize or offset % dtype.itemsize:
-            raise CannotRepeat("elements seen as ones of another size")
         own = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        whole = own == (size, stride, dtype) and offset == 0
-        return View(buffer, own[0], own[1], offset // dtype.itemsize, own[2], whole)
+        return View(buffer, own[0], own[1], offset, own[2], own == self._like[buffer] and offset == 0)
 
     def _dispatched(self, func, args: tuple, kwargs: dict, found: object) -> None:
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         tensors = [found] if isinstance(found, Tensor) else found
         if not isinstance(tensors, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise CannotRepeat(f"{func} gives a value to the host")
+            if given:
+                raise CannotRepeat(f"{func} tells the host something of a tensor")
+            return
         if func._schema.name.removeprefix("aten::") in ALLOCATIONS:
             new = self._new(found)
             size, stride, dtype = self._like[new]
             self._steps.append(Step(tape.allocation(size, stride, dtype, found.device), frozenset(), (new,)))
             return
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         storages = {value.untyped_storage().data_ptr() for value in given}
         fresh = [at for at, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() not in storages]
         if not fresh and not func._schema.is_mutable:

@@ -21,7 +21,7 @@ class State:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in a buffer: offset in elements from the buffer's first one; `whole`: the buffer's tensor itself."""
+    """A tensor in a buffer: offset in bytes from the buffer's first element; `whole`: the buffer's tensor itself."""
 
     buffer: int
     size: tuple[int, ...]
@@ -35,9 +35,11 @@ class View:
         base = bases[self.buffer]
         if self.whole:
             return base
+        first = base.storage_offset() * base.element_size() + self.offset
         if base.dtype != self.dtype:
-            base = base.view(self.dtype)
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+            found = torch.empty(0, dtype=self.dtype, device=base.device)
+            return found.set_(base.untyped_storage(), first // found.element_size(), self.size, self.stride)
+        return base.as_strided(self.size, self.stride, first // base.element_size())
 
 
 @dataclass(frozen=True)
