@@ -1,0 +1,355 @@
+"""Recording and repeating, without Triton: kernels here are functions of addresses, as compiled ones are."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import megafold
+from megafold.replay import cache, launch_kernel, note, ordinary, recorder, replayed
+
+
+def floats(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+class Kernel:
+    """Looks to `launch_kernel` as a kernel of Triton's does."""
+
+    def __init__(self, function) -> None:
+        self.fn, self.launches = function, []
+        self.arg_names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
+
+    def __getitem__(self, grid):
+        def run(*values, **named):
+            options = {name: named.pop(name) for name in ("num_warps",) if name in named}
+            assert not options or options == {"num_warps": 4}
+            values = [*values, *(named[name] for name in self.arg_names[len(values) :] if name in named)]
+            self.fn(*(value.data_ptr() if isinstance(value, Tensor) else value for value in values))
+            return Compiled(self)
+
+        return run
+
+
+@dataclass
+class Compiled:
+    kernel: Kernel
+
+    def __getitem__(self, grid):
+        def run(*values, stream):
+            assert stream is None and not any(isinstance(value, Tensor) for value in values)
+            self.kernel.launches.append(grid)
+            self.kernel.fn(*values)
+
+        return run
+
+
+@Kernel
+def scale(x, out, count, FACTOR=3.0):
+    floats(out, count)[:] = FACTOR * floats(x, count)
+
+
+@Kernel
+def add_rows(of, out, count):
+    """of: a descriptor."""
+    assert of.shape == [count]
+    floats(out, count)[:] += floats(of.base.data_ptr(), count)
+
+
+class Descriptor:
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.shape, self.block_shape = base, [base.numel()], [4]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(cache, "serves", lambda tensor: True)
+    monkeypatch.setattr(recorder, "runner_of", lambda compiled, grid: compiled[(*grid, 1, 1)[:3]])
+    scale.launches.clear()
+
+
+class Counted:
+    """A function that counts how often its body runs, and what tapes it has."""
+
+    def __init__(self, function) -> None:
+        self.runs = 0
+        self._function = function
+        self.call = replayed(self._body)
+
+    def _body(self, *arguments):
+        self.runs += 1
+        return self._function(*arguments)
+
+    def __call__(self, *arguments):
+        return self.call(*arguments)
+
+
+def many_ways(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor | None, ...]:
+    """Views, allocations, kernels at offsets, a descriptor, an operator of PyTorch's, and a call past it."""
+    rows, width = x.shape
+    both = torch.empty(2 * rows, width)
+    upper, lower = both.chunk(2)
+    launch_kernel(scale, (rows, 2), x, upper, x.numel(), num_warps=4)
+    launch_kernel(scale, (rows,), x, lower, x.numel(), FACTOR=factor)
+    launch_kernel(add_rows, (1,), Descriptor(upper[1:].flatten()), lower[1:], (rows - 1) * width)
+    product = both.mT @ both
+    doubled = product.new_empty(product.shape)
+
+    def double(at: int, to: int) -> None:
+        floats(to, product.numel())[:] = 2 * floats(at, product.numel())
+
+    double(product.data_ptr(), doubled.data_ptr())
+    note(double, product, doubled)
+    # Two numbers at once, as a copy of 8 bytes moves them.
+    pairs = both.view(torch.float64).t().contiguous()
+    doubled[0].add_(1.0)
+    return lower, doubled, None if w is None else w @ lower, pairs, both.new_empty((0, width))
+
+
+def same(found, wanted) -> bool:
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
+    return True
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "two tensors"])
+def test_the_third_call_repeats_the_second(weighted):
+    function = Counted(many_ways)
+    held = []
+    for _ in range(5):
+        x, w = torch.randn(5, 6), torch.randn(3, 5) if weighted else None
+        before = function.runs
+        found = function(x, w, 0.5)
+        assert same(found, many_ways(x, w, 0.5))
+        held += [x, w, found]
+    assert function.runs == 2 and before == 2
+    assert scale.launches == [(5, 2, 1), (5, 1, 1)] * 3
+    with ordinary():
+        function(x, w, 0.5)
+    assert function.runs == 3
+
+
+def test_what_else_a_signature_holds():
+    function = Counted(many_ways)
+    plain, strided = torch.randn(4, 4), torch.randn(4, 8)[:, :4]
+    beside = torch.randn(17)[1:].view(4, 4)  # not at a whole 16 bytes
+    assert (plain.data_ptr() % 16, beside.data_ptr() % 16) == (0, 4)
+    calls = [(plain, None, 0.5), (plain, None, 2.0), (plain, plain, 0.5), (plain, torch.randn(4, 4), 0.5)]
+    calls += [(beside, None, 0.5), (torch.randn(6, 4), None, 0.5)]
+    for number, call in enumerate(calls):
+        for _ in range(4):
+            assert same(function(*call), many_ways(*call))
+        assert function.runs == 2 * (number + 1)
+    for _ in range(3):
+        assert same(Counted(lambda x: [x @ x.mT]).call(strided), [strided @ strided.mT])
+    dtypes = Counted(lambda x, dtype: x.to(dtype))
+    for dtype in (torch.float64, torch.float16):
+        for _ in range(3):
+            assert dtypes(plain, dtype).dtype == dtype
+    assert dtypes.runs == 4
+
+
+def test_one_tensor_comes_back_as_one():
+    function = Counted(lambda x: x + 1)
+    for _ in range(3):
+        assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
+    assert function.runs == 2
+
+
+@pytest.mark.parametrize(
+    "name, body",
+    [
+        (
+            "aten._local_scalar_dense.default tells the host something of a tensor",
+            lambda x, y: (x * (x.sum().item() + 1) + y,),
+        ),
+        ("a tensor from elsewhere", lambda x, y: (x + ELSEWHERE + y,)),
+        ("a result is an argument", lambda x, y: (x + y, x.t())),
+        ("a kernel's argument of type tuple", lambda x, y: (with_a_tuple(x, y),)),
+    ],
+)
+def test_what_cannot_be_repeated_runs_as_written(name, body, monkeypatch):
+    problems, tape = [], recorder.Recorder.tape
+    monkeypatch.setattr(
+        recorder.Recorder, "tape", lambda self, found: [tape(self, found), problems.append(self.problem)][0]
+    )
+    function = Counted(body)
+    for call in range(8):
+        x, y = torch.randn(3, 3), torch.randn(3, 3)
+        ELSEWHERE.fill_(float(call))
+        assert same(function(x, y), body(x, y))
+    assert function.runs == 8
+    # Tried a few times: arguments may lie in each other in one call alone.
+    assert problems == [name] * cache.TRIES
+
+
+ELSEWHERE = torch.zeros(3, 3)
+
+
+@Kernel
+def add_two(pair, out, count):
+    floats(out, count)[:] = sum(floats(x.data_ptr(), count) for x in pair)
+
+
+def with_a_tuple(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    launch_kernel(add_two, (1,), (x, y), out, x.numel())
+    return out
+
+
+def test_a_kernel_that_is_not_compiled_is_not_repeated(monkeypatch):
+    monkeypatch.setattr(recorder, "runner_of", lambda compiled, grid: None)
+    function = Counted(many_ways)
+    for _ in range(4):
+        x = torch.randn(5, 6)
+        assert same(function(x, None, 0.5), many_ways(x, None, 0.5))
+    assert function.runs == 4 and not scale.launches
+
+
+def test_arguments_that_lie_in_each_other():
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty(2, 4)
+        launch_kernel(scale, (1,), x[1:], out, 8)
+        return out + y[:2]
+
+    function, whole = Counted(body), torch.randn(4, 4)
+    for _ in range(2):  # the second is recorded, but in vain
+        assert torch.equal(function(whole[:3], whole[1:]), body(whole[:3], whole[1:]))
+    for _ in range(2):  # apart, with the same shapes: recorded, repeated
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        assert torch.equal(function(x, y), body(x, y))
+    assert function.runs == 3
+    for _ in range(2):  # a tape of two that are apart serves two that are not
+        assert torch.equal(function(whole[:3], whole[1:]), body(whole[:3], whole[1:]))
+    assert function.runs == 3
+
+
+def test_a_buffer_is_let_go_after_its_last_step(monkeypatch):
+    def body(x: Tensor) -> Tensor:
+        first, second, third = torch.empty(6), torch.empty(6), torch.empty(6)
+        launch_kernel(scale, (1,), x, first, 6)
+        launch_kernel(scale, (1,), first, second, 6)
+        launch_kernel(scale, (1,), second, third, 6)
+        return third
+
+    function = Counted(body)
+    for _ in range(2):
+        function(torch.ones(6))
+    made, empty_strided, alive = [], torch.empty_strided, []
+
+    def spied(*given, **named):
+        tensor = empty_strided(*given, **named)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty_strided", spied)
+    run = scale.fn
+    monkeypatch.setattr(
+        scale, "fn", lambda *values: [run(*values), alive.append([tensor() is not None for tensor in made])]
+    )
+    out = function(torch.ones(6))
+    assert torch.equal(out, torch.full((6,), 27.0)) and function.runs == 2
+    assert alive == [[True, True, True], [True, True, True], [False, True, True]]
+    assert [tensor() is not None for tensor in made] == [False, False, True]
+
+
+def test_a_call_that_fails_is_not_kept():
+    failing = [False]
+
+    def body(x: Tensor) -> Tensor:
+        out = torch.empty(6)
+        launch_kernel(scale, (1,), x, out, 6)
+        if failing[0]:
+            raise RuntimeError("out of memory")
+        return out
+
+    function = Counted(body)
+    function(torch.ones(6))
+    failing[0] = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        function(torch.ones(6))
+    assert recorder.recording() is None
+    failing[0] = False
+    for _ in range(3):
+        assert torch.equal(function(torch.ones(6)), torch.full((6,), 3.0))
+    assert function.runs == 3
+
+
+def test_the_oldest_tapes_go_first(monkeypatch):
+    monkeypatch.setattr(cache, "MOST_TAPES", 2)
+    function = Counted(lambda x: x * 2)
+    for length in (3, 4, 5):
+        for _ in range(3):
+            function(torch.ones(length))
+    assert function.runs == 6
+    function(torch.ones(5))
+    assert function.runs == 6
+    function(torch.ones(3))
+    assert function.runs == 7
+
+
+def test_an_operator_inside_is_a_step_like_others():
+    inner = Counted(lambda x: many_ways(x, None, 2.0)[1])
+    library = torch.library.Library("replay_test", "FRAGMENT")
+    library.define("inner(Tensor x) -> Tensor")
+    library.impl("inner", inner.call, "CompositeExplicitAutograd")
+
+    def body(x: Tensor) -> Tensor:
+        found = torch.ops.replay_test.inner(x)
+        out = torch.empty(found.shape)
+        launch_kernel(scale, (1,), found, out, out.numel())
+        return out
+
+    function = Counted(body)
+    for _ in range(5):
+        x = torch.randn(5, 6)
+        assert torch.equal(function(x), 3 * many_ways(x, None, 2.0)[1])
+    assert function.runs == 2 and inner.runs == 2
+
+
+def test_threads_repeat_one_tape_at_once():
+    function = Counted(many_ways)
+    for _ in range(2):
+        function(torch.randn(5, 6), None, 0.5)
+    wrong = []
+
+    def work(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for _ in range(200):
+            x = torch.randn(5, 6, generator=draw)
+            try:
+                same(function(x, None, 0.5), many_ways(x, None, 0.5))
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and function.runs == 2
+
+
+def test_kernels_are_launched_in_one_way():
+    """A launch that `launch_kernel` does not see would be missing from tapes."""
+    package = Path(megafold.__file__).parent
+    for path in package.rglob("*.py"):
+        launches = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Subscript)
+            and "kernel" in ast.unparse(node.func.value).lower()
+        ]
+        allowed = 1 if path.relative_to(package).as_posix() == "replay/recorder.py" else 0
+        assert len(launches) == allowed, [(path, node.lineno) for node in launches]
