@@ -41,7 +41,7 @@ def replayed(function: Callable) -> Callable:
 
     It has to launch kernels through `launch_kernel`, to `note` whatever else goes past PyTorch's dispatcher, and to
     decide by nothing but its arguments (shapes, strides, dtypes, device, alignment; never values of tensors) and by
-    PyTorch's setting for TF32. The first argument that is not None is a tensor.
+    PyTorch's settings for TF32 and for deterministic algorithms. The first argument that is not None is a tensor.
     """
     tapes: dict[tuple, Tape | int] = {}
 
@@ -67,7 +67,7 @@ def _repeat_or_record(function: Callable, tapes: dict[tuple, Tape | int], index:
     Args:
         tapes: by signature; in the place of a tape, how often it was seen. index: of the device, -1 for the CPU.
     """
-    key: list[object] = [index, triton_support.float32_precision()]
+    key: list[object] = [index, *_settings()]
     tensors: list[Tensor | None] = []
     first: dict[int, int] = {}
     for argument in arguments:
@@ -97,6 +97,13 @@ def _repeat_or_record(function: Callable, tapes: dict[tuple, Tape | int], index:
     if tape is not None:
         tapes[signature] = tape
     return results
+
+
+def _settings() -> tuple[object, ...]:
+    """What decides besides arguments: see `replayed`."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = deterministic and torch.utils.deterministic.fill_uninitialized_memory
+    return triton_support.float32_precision(), deterministic, fills
 
 
 def _stream(index: int) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafold.replay import tape
-from megafold.replay.tape import Step, Tape, View
+from megafold.replay.tape import State, Tape, View
 
 _thread = threading.local()
 
@@ -60,7 +61,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, arguments: Sequence[object]) -> None:
         super().__init__()
         self.problem: str | None = None
-        self._steps: list[Step] = []
+        self._steps: list[tuple[Callable[[State], None], list[int]]] = []
+        self._alive: dict[int, StorageWeakRef] = {}
         self._count = len(arguments)
         # By address of a storage: buffer, its tensor's first byte and the one behind its last.
         self._found: dict[int, list[tuple[int, int, int]]] = {}
@@ -121,7 +123,16 @@ class Recorder(TorchDispatchMode):
         self._like.append(None)
         self._found[tensor.untyped_storage().data_ptr()] = []  # of what was there before and is gone
         self._add(number, tensor)
+        self._alive[number] = StorageWeakRef(tensor.untyped_storage())
         return number
+
+    def _append(self, step: Callable[[State], None]) -> None:
+        """What was let go of since the last step is let go of after it."""
+        dead = [number for number, storage in self._alive.items() if storage.expired()]
+        for number in dead:
+            del self._alive[number]
+            self._steps[-1][1].append(number)
+        self._steps.append((step, []))
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         """Buffer, and offset in bytes."""
@@ -149,26 +160,17 @@ class Recorder(TorchDispatchMode):
                 raise CannotRepeat(f"{func} tells the host something of a tensor")
             return
         if func._schema.name.removeprefix("aten::") in ALLOCATIONS:
-            new = self._new(found)
-            size, stride, dtype = self._like[new]
-            self._steps.append(Step(tape.allocation(size, stride, dtype, found.device), frozenset(), (new,)))
+            self._append(tape.allocation(tuple(found.shape), found.stride(), found.dtype, found.device))
+            self._new(found)
             return
         storages = {value.untyped_storage().data_ptr() for value in given}
         fresh = [at for at, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() not in storages]
         if not fresh and not func._schema.is_mutable:
             return  # views
-        uses: set[int] = set()
-
-        def seen(value: object) -> object:
-            if not isinstance(value, Tensor):
-                return value
-            view = self._view(value)
-            uses.add(view.buffer)
-            return view
-
-        args, kwargs = pytree.tree_map(seen, (args, kwargs))
-        new = tuple(self._new(tensors[at]) for at in fresh)
-        self._steps.append(Step(tape.operator(func, args, kwargs, _chosen(fresh)), frozenset(uses), new))
+        args, kwargs = pytree.tree_map_only(Tensor, self._view, (args, kwargs))
+        self._append(tape.operator(func, args, kwargs, _chosen(fresh)))
+        for at in fresh:
+            self._new(tensors[at])
 
     def _launched(self, kernel, compiled, grid: tuple[int, ...], arguments: tuple, keywords: dict) -> None:
         runner = runner_of(compiled, grid)
@@ -188,12 +190,10 @@ class Recorder(TorchDispatchMode):
                 values[at] = None
             elif not isinstance(value, PLAIN):
                 raise CannotRepeat(f"a kernel's argument of type {type(value).__name__}")
-        uses = frozenset(buffer for *_, buffer, _ in (*pointers, *descriptors))
-        self._steps.append(Step(tape.kernel(runner, values, pointers, descriptors), uses))
+        self._append(tape.kernel(runner, values, pointers, descriptors))
 
     def _called(self, function: Callable[..., None], tensors: Sequence[Tensor]) -> None:
-        places = [self._place(tensor) for tensor in tensors]
-        self._steps.append(Step(tape.call(function, places), frozenset(buffer for buffer, _ in places)))
+        self._append(tape.call(function, [self._place(tensor) for tensor in tensors]))
 
 
 def _extent(tensor: Tensor) -> int:

@@ -42,17 +42,6 @@ class View:
         return base.as_strided(self.size, self.stride, first // base.element_size())
 
 
-@dataclass(frozen=True)
-class Step:
-    """Attributes:
-    run: what is done. uses: buffers that it reads or writes. makes: buffers that it appends, in this order.
-    """
-
-    run: Callable[[State], None]
-    uses: frozenset[int]
-    makes: tuple[int, ...] = ()
-
-
 class Address:
     """In the place of a tensor, for what asks a tensor for nothing but its address."""
 
@@ -137,17 +126,22 @@ def _filled(value: object, bases: Sequence[Tensor | None]) -> Any:
 
 
 class Tape:
-    """Steps that give an operator's results from its arguments; a buffer is let go after the last step that uses it."""
+    """Steps that give an operator's results from its arguments.
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[View | None], single: bool) -> None:
-        """results: in the operator's order. single: the operator gives one tensor, not a tuple."""
+    A buffer is let go where the operator let go of it, not after the last step that uses it: kernels that run beside one
+    another count on the memory of one not being given to the next.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Callable[[State], None], Sequence[int]]],
+        results: Sequence[View | None],
+        single: bool,
+    ) -> None:
+        """steps: each with the buffers to let go of after it. results: in the operator's order. single: the operator
+        gives one tensor, not a tuple."""
         self._results, self._single = tuple(results), single
-        kept = {view.buffer for view in self._results if view is not None}
-        last = {buffer: at for at, step in enumerate(steps) for buffer in (*step.makes, *step.uses)}
-        made = {buffer for step in steps for buffer in step.makes}
-        self._steps = tuple(
-            (step.run, tuple(buffer for buffer in made - kept if last[buffer] == at)) for at, step in enumerate(steps)
-        )
+        self._steps = tuple((run, tuple(dead)) for run, dead in steps)
 
     def __call__(self, tensors: list[Tensor | None], stream: int | None) -> Tensor | tuple[Tensor | None, ...]:
         """Run the steps on what an operator was called with, None in the place of other arguments."""

@@ -234,11 +234,16 @@ def test_arguments_that_lie_in_each_other():
     assert function.runs == 3
 
 
-def test_a_buffer_is_let_go_after_its_last_step(monkeypatch):
+@pytest.mark.parametrize("holds", [False, True], ids=["let go", "held"])
+def test_a_buffer_is_let_go_where_the_operator_lets_go_of_it(monkeypatch, holds):
+    """Kernels that run beside one another count on memory that is held."""
+
     def body(x: Tensor) -> Tensor:
         first, second, third = torch.empty(6), torch.empty(6), torch.empty(6)
         launch_kernel(scale, (1,), x, first, 6)
         launch_kernel(scale, (1,), first, second, 6)
+        if not holds:
+            del first
         launch_kernel(scale, (1,), second, third, 6)
         return third
 
@@ -259,7 +264,7 @@ def test_a_buffer_is_let_go_after_its_last_step(monkeypatch):
     )
     out = function(torch.ones(6))
     assert torch.equal(out, torch.full((6,), 27.0)) and function.runs == 2
-    assert alive == [[True, True, True], [True, True, True], [False, True, True]]
+    assert alive == [[True, True, True], [True, True, True], [holds, True, True]]
     assert [tensor() is not None for tensor in made] == [False, False, True]
 
 
