@@ -128,8 +128,8 @@ def _filled(value: object, bases: Sequence[Tensor | None]) -> Any:
 class Tape:
     """Steps that give an operator's results from its arguments.
 
-    A buffer is let go where the operator let go of it, not after the last step that uses it: kernels that run beside one
-    another count on the memory of one not being given to the next.
+    A buffer is let go where the operator let go of it, not after the last step that uses it: kernels that run beside
+    one another count on the memory of one not being given to the next.
     """
 
     def __init__(
