@@ -136,7 +136,9 @@ def float32_precision() -> str:
     """`input_precision` of a Triton fp32 dot: "tf32" where PyTorch may use TF32 for matrix products, else "ieee"."""
     if torch.version.hip:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    matmul = torch.backends.cuda.matmul
+    # `allow_tf32` cannot be read once somebody has set the newer one.
+    return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
 
 
 def takes_ptx(device: torch.device) -> bool:

@@ -56,6 +56,10 @@ CONDITIONED_GRADIENTS = (
     *CONDITIONED,
     *("other_x", "other_cond", "grad_out", "grad_x", "grad_y", "grad_cond", "grad_gate"),
 )
+AVERAGED = (
+    *("msa", "gamma", "beta", "w", "values", "gates", "averaged", "dropped", "out", "x_hats"),
+    *("grad_out", "grad_averaged", "grad_gates", "grad_values", "grad_msa"),
+)
 WINDOWED = ("q", "k", "v", "bias", "out", "grad_out", "dq", "dk", "dv", "dbias")
 SHARED = {"C": "width", "HAS_MASK": True, "HAS_DROPPED": True, "RESIDUAL": True}
 HEADS = {"BLOCK_H": 16, "COUNT": 4, "HEADS": 4, "HAS_BETA": True, "BIASED": 512, "C": "width", "OUTPUTS": "width"}
@@ -80,7 +84,7 @@ KERNELS = {
         "weight_gradient_kernel",
         ("a0", "a1", "a2", "a3", "x"),
         {"BLOCK_C": "width", "EVEN_O": True, "NORM": True, "A_COLUMNS": False, "X_COLUMNS": False}
-        | {"COUNT": 1, "FLAT": False, "SUMS": True},
+        | {"COUNT": 1, "FLAT": False, "SUMS": True, "A_SIDE": 0},
         {"partial": "*fp32:16"},
     ),
     **{
@@ -200,24 +204,34 @@ FIXED = {
         )
         for name, block in (("fold_all", 16), ("finish", 8))
     },
-    "head_average": (
+    **{
+        f"pair_weighted_{name}": (
+            Kernel(
+                "msa.kernels",
+                f"{name}_kernel",
+                AVERAGED,
+                {"C": 64, "HEADS": 8, "E": 32, "HAS_DROPPED": True, "RESIDUAL": True},
+                {"partial": "*fp32:16"},
+            ),
+            {"block_l": 64, "block_o": block_o, "num_warps": 4, "num_stages": num_stages},
+        )
+        for name, block_o, num_stages in (
+            ("values", 64, 3),
+            ("output", 64, 3),
+            ("output_gradient", 32, 2),
+            ("input_gradient", 64, 3),
+        )
+    },
+    "weight_gradient_by_head": (
         Kernel(
-            "msa.kernels",
-            "average_kernel",
-            ("weights", "values", "out"),
-            {"E": 32, "BLOCK_I": 128, "BLOCK_S": 4, "BLOCK_J": 64, "TRANSPOSED": True},
-        ),
-        {"num_warps": 8},
-    ),
-    "head_average_weights": (
-        Kernel(
-            "msa.kernels",
-            "average_weights_kernel",
-            ("grad", "values"),
-            {"E": 32, "BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_S": 2},
+            "weight_gradient",
+            "weight_gradient_kernel",
+            ("a0", "a1", "a2", "a3", "x"),
+            {"BLOCK_C": 64, "EVEN_O": True, "NORM": False, "A_COLUMNS": False, "X_COLUMNS": False}
+            | {"COUNT": 1, "FLAT": True, "SUMS": True, "A_SIDE": 32},
             {"partial": "*fp32:16"},
         ),
-        {"num_warps": 8},
+        {"block_l": 64, "block_o": 64, "num_warps": 4, "num_stages": 3},
     ),
     **{
         name: (

@@ -48,19 +48,19 @@ def _without_workspace(a: Tensor, b: Tensor, out: Tensor) -> bool:
     if (cublas := _cublas()) is None:
         return False
     work = product(*cublas, a, b, out)
-    if not work(a.data_ptr(), b.data_ptr(), out.data_ptr()):
+    if work(a.data_ptr(), b.data_ptr(), out.data_ptr()):
         return False
 
     def again(*addresses: int) -> None:
-        if not work(*addresses):
-            raise RuntimeError("cuBLAS refused a product that it took before")
+        if status := work(*addresses):
+            raise RuntimeError(f"cuBLAS gave status {status} for a product that it took before (see cublasStatus_t)")
 
     note(again, a, b, out)
     return True
 
 
-def product(gemm: Callable, set_workspace: Callable, a: Tensor, b: Tensor, out: Tensor) -> Callable[..., bool]:
-    """A function that multiplies such matrices at three addresses, and says whether cuBLAS took the product.
+def product(gemm: Callable, set_workspace: Callable, a: Tensor, b: Tensor, out: Tensor) -> Callable[..., int]:
+    """A function that multiplies such matrices at three addresses and returns cuBLAS's status, 0 for success.
 
     It works on columns: out^T = b^T a^T, and a matrix whose rows are contiguous is its transpose there.
 
@@ -73,10 +73,10 @@ def product(gemm: Callable, set_workspace: Callable, a: Tensor, b: Tensor, out: 
     kind, zero = TYPES[out.dtype], ctypes.byref(_ZERO)
     behind = kind, out.stride(1), out.stride(0), count, COMPUTE_32F, DEFAULT_ALGORITHM
 
-    def work(at_a: int, at_b: int, at_out: int) -> bool:
+    def work(at_a: int, at_b: int, at_out: int) -> int:
         handle = torch.cuda.current_blas_handle()
         matrices = at_b, kind, *of_first, at_a, kind, *of_second, zero, at_out, *behind
-        return set_workspace(handle, None, 0) == 0 and gemm(handle, *sizes, *matrices) == 0
+        return set_workspace(handle, None, 0) or gemm(handle, *sizes, *matrices)
 
     return work
 

@@ -28,10 +28,11 @@ SUM_COLUMNS = 16
 
 @triton.jit
 def _over_rows(
-    a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits, first, o_start, c_start,
-    OUTPUTS, C, eps,
+    a, x, partial, a_b, a_i, a_s, a_apart, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits, first, o_start,
+    c_start, OUTPUTS, C, eps,
     BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr, FLAT: tl.constexpr,
-    NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, A_SIDE: tl.constexpr, X_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_O x BLOCK_C of G, to row `first` + o_start of `partial`, over every `splits`-th tile of rows."""
     o = tl.arange(0, BLOCK_O)
@@ -39,6 +40,8 @@ def _over_rows(
     at = tl.arange(0, BLOCK_L)
     known = (o_start + o) < OUTPUTS
     columns = (o_start + o).to(tl.int64)
+    if A_SIDE:
+        columns = columns // A_SIDE * a_apart + columns % A_SIDE
     blocks_l = tl.cdiv(L, BLOCK_L)
     # One column of ones: the sums over the rows are a product, too.
     ones = tl.zeros([BLOCK_L, 16], tl.float32) + (tl.arange(0, 16) == 0)[None, :]
@@ -89,15 +92,16 @@ def _over_rows(
 
 @triton.jit
 def weight_gradient_kernel(
-    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o,
+    a0, a1, a2, a3, x, partial, a_b, a_i, a_s, a_apart, x_b, x_i, x_s, p_split, p_o,
     GROUPS, L, tiles, splits, blocks_each, blocks_c, OUTPUTS, C, eps,
     COUNT: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, EVEN_O: tl.constexpr,
-    FLAT: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FLAT: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, A_COLUMNS: tl.constexpr, A_SIDE: tl.constexpr,
+    X_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_O x BLOCK_C of G of one of COUNT operands a, over every `splits`-th tile of rows.
 
-    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS. FLAT: one group.
+    a_s, x_s: distance of rows where rows are contiguous; of columns with A_COLUMNS, X_COLUMNS. FLAT: one group. A_SIDE:
+    so many columns of a row of a lie side by side, a_apart from the next ones; 0: all.
     """
     pid = tl.program_id(0)
     block_o = pid % (COUNT * blocks_each)
@@ -107,9 +111,9 @@ def weight_gradient_kernel(
     o_start = (block_o % blocks_each) * BLOCK_O
     a = _operand(a0, a1, a2, a3, operand, COUNT)
     _over_rows(
-        a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits, operand * OUTPUTS,
-        o_start, c_start, OUTPUTS, C, eps, BLOCK_L, BLOCK_O, BLOCK_C, EVEN_O, FLAT, NORM, SUMS, A_COLUMNS, X_COLUMNS,
-        PRECISION,
+        a, x, partial, a_b, a_i, a_s, a_apart, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits,
+        operand * OUTPUTS, o_start, c_start, OUTPUTS, C, eps, BLOCK_L, BLOCK_O, BLOCK_C, EVEN_O, FLAT, NORM, SUMS,
+        A_COLUMNS, A_SIDE, X_COLUMNS, PRECISION,
     )  # fmt: skip
 
 
@@ -135,16 +139,16 @@ def two_weight_gradients_kernel(
         operand = block_o // blocks_each
         a = _operand(a0, a1, a2, a3, operand, COUNT)
         _over_rows(
-            a, x, partial, a_b, a_i, a_s, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits,
+            a, x, partial, a_b, a_i, a_s, 0, x_b, x_i, x_s, p_split, p_o, GROUPS, L, tiles, split, splits,
             operand * OUTPUTS, (block_o % blocks_each) * BLOCK_O, 0, OUTPUTS, C, eps, BLOCK_L, BLOCK_O, BLOCK_C, EVEN_O,
-            FLAT, False, SUMS, False, False, PRECISION,
+            FLAT, False, SUMS, False, 0, False, PRECISION,
         )  # fmt: skip
     else:
         _over_rows(
-            other_a, other_x, other_partial, other_a_b, other_a_i, other_a_s, other_x_b, other_x_i, other_x_s,
+            other_a, other_x, other_partial, other_a_b, other_a_i, other_a_s, 0, other_x_b, other_x_i, other_x_s,
             other_p_split, other_p_o, OTHER_GROUPS, OTHER_L, other_tiles, split, splits, 0,
             (block_o - COUNT * blocks_each) * OTHER_BLOCK_O, 0, OTHER_OUTPUTS, C, eps, BLOCK_L, OTHER_BLOCK_O, BLOCK_C,
-            OTHER_EVEN_O, OTHER_FLAT, False, OTHER_SUMS, OTHER_A_COLUMNS, False, PRECISION,
+            OTHER_EVEN_O, OTHER_FLAT, False, OTHER_SUMS, OTHER_A_COLUMNS, 0, False, PRECISION,
         )  # fmt: skip
 
 
@@ -166,7 +170,8 @@ class Operand:
 
     Attributes:
         tensor: its storage. b, i: distances of structures and groups. step: distance of rows, or with `columns`, where
-            the rows of a group are contiguous for each column, of columns.
+            the rows of a group are contiguous for each column, of columns. side, apart: so many columns lie side by
+            side, at this distance from the next ones; 0: all do.
     """
 
     tensor: Tensor
@@ -174,6 +179,8 @@ class Operand:
     i: int
     step: int
     columns: bool = False
+    side: int = 0
+    apart: int = 0
 
 
 def by_rows(x: Tensor) -> Operand:
@@ -249,10 +256,10 @@ class Rows:
         launch_kernel(
             weight_gradient_kernel, (count * blocks_o * blocks_c * self.splits,),
             *(operand.tensor for operand in operands), *[one.tensor] * (MOST_OPERANDS - count), x.tensor, partial,
-            one.b, one.i, one.step, x.b, x.i, x.step, partial.stride(0), partial.stride(1), self.groups, length,
+            one.b, one.i, one.step, one.apart, x.b, x.i, x.step, *partial.stride()[:2], self.groups, length,
             self.tiles(length), self.splits, blocks_o, blocks_c, columns, self.inputs, EPS, COUNT=count,
             BLOCK_L=self.block_l, BLOCK_O=block_o, BLOCK_C=block_c, EVEN_O=columns % block_o == 0, FLAT=groups == 1,
-            NORM=norm, SUMS=sums, A_COLUMNS=one.columns, X_COLUMNS=x.columns,
+            NORM=norm, SUMS=sums, A_COLUMNS=one.columns, A_SIDE=one.side, X_COLUMNS=x.columns,
             PRECISION=triton_support.float32_precision(), **options(self.config),
         )  # fmt: skip
 

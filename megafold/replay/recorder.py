@@ -14,11 +14,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafold.replay import tape
-from megafold.replay.tape import State, Tape, View
+from megafold.replay.tape import Empty, State, Tape, View
 
 _thread = threading.local()
 
-ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_ATEN = torch.ops.aten
+ALLOCATIONS = (
+    _ATEN.empty.memory_format,
+    _ATEN.empty_like.default,
+    _ATEN.empty_strided.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+)
 PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -69,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._like: list[tuple | None] = [None] * len(arguments)
         for number, argument in enumerate(arguments):
             if isinstance(argument, Tensor):
-                self._add(number, argument)
+                self._try(self._add, number, argument)
 
     def __enter__(self) -> Recorder:
         _thread.recorder = self
@@ -100,7 +107,7 @@ class Recorder(TorchDispatchMode):
         """What repeats the call, which gave these results; None with a problem."""
         single = isinstance(results, Tensor)
         views = self._try(lambda: [None if t is None else self._view(t) for t in ([results] if single else results)])
-        if views is not None and any(view is not None and view.buffer < self._count for view in views):
+        if views is not None and any(isinstance(view, View) and view.buffer < self._count for view in views):
             self.problem = "a result is an argument"
         return None if self.problem else Tape(self._steps, views, single)
 
@@ -108,20 +115,20 @@ class Recorder(TorchDispatchMode):
         if self.problem is None:
             try:
                 return function(*arguments)
-            except CannotRepeat as problem:
-                self.problem = str(problem)
+            except Exception as problem:  # the call itself has gone well
+                self.problem = str(problem) or type(problem).__name__
         return None
 
     def _add(self, number: int, tensor: Tensor) -> None:
-        start = tensor.data_ptr()
-        self._found.setdefault(tensor.untyped_storage().data_ptr(), []).append((number, start, start + _extent(tensor)))
         self._like[number] = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if tensor.numel():
+            start, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            self._found.setdefault(storage, []).append((number, start, start + _extent(tensor)))
 
     def _new(self, tensor: Tensor) -> int:
         """The number of a new buffer."""
         number = len(self._like)
         self._like.append(None)
-        self._found[tensor.untyped_storage().data_ptr()] = []  # of what was there before and is gone
         self._add(number, tensor)
         self._alive[number] = StorageWeakRef(tensor.untyped_storage())
         return number
@@ -132,22 +139,26 @@ class Recorder(TorchDispatchMode):
         for number in dead:
             del self._alive[number]
             self._steps[-1][1].append(number)
+        if dead:  # their addresses may be given to others
+            self._found = {at: [e for e in entries if e[0] not in dead] for at, entries in self._found.items()}
         self._steps.append((step, []))
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
-        """Buffer, and offset in bytes."""
+        """Buffer, and offset in bytes, of a tensor with elements."""
         start = tensor.data_ptr()
         end = start + _extent(tensor)
         entries = self._found.get(tensor.untyped_storage().data_ptr(), ())
         inside = [(number, start - first) for number, first, behind in entries if first <= start and end <= behind]
         if not inside:
             raise CannotRepeat("a tensor from elsewhere")
-        # Arguments with one address have one in every call with this signature. What has no elements is not read.
-        if len({offset for _, offset in inside}) > 1 and start != end:
+        # Arguments with one address have one in every call with this signature.
+        if len({offset for _, offset in inside}) > 1:
             raise CannotRepeat("arguments that lie in each other")
         return inside[0]
 
-    def _view(self, tensor: Tensor) -> View:
+    def _view(self, tensor: Tensor) -> View | Empty:
+        if not tensor.numel():
+            return Empty(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         buffer, offset = self._place(tensor)
         own = tuple(tensor.shape), tensor.stride(), tensor.dtype
         return View(buffer, own[0], own[1], offset, own[2], own == self._like[buffer] and offset == 0)
@@ -159,9 +170,10 @@ class Recorder(TorchDispatchMode):
             if given:
                 raise CannotRepeat(f"{func} tells the host something of a tensor")
             return
-        if func._schema.name.removeprefix("aten::") in ALLOCATIONS:
-            self._append(tape.allocation(tuple(found.shape), found.stride(), found.dtype, found.device))
-            self._new(found)
+        if func in ALLOCATIONS:
+            if found.numel() and found.device.type != "meta":
+                self._append(tape.allocation(tuple(found.shape), found.stride(), found.dtype, found.device))
+                self._new(found)
             return
         storages = {value.untyped_storage().data_ptr() for value in given}
         fresh = [at for at, tensor in enumerate(tensors) if tensor.untyped_storage().data_ptr() not in storages]

@@ -20,8 +20,27 @@ class State:
 
 
 @dataclass(frozen=True)
+class Empty:
+    """A tensor without elements: new each time, as nobody reads it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def of(self, bases: Sequence[Tensor | None]) -> Tensor:
+        """The tensor."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
 class View:
-    """A tensor in a buffer: offset in bytes from the buffer's first element; `whole`: the buffer's tensor itself."""
+    """A tensor in a buffer.
+
+    Attributes:
+        offset: in bytes, from the first element of the buffer's tensor. whole: it has shape, strides and dtype of that
+            and begins where it does, so that it takes its place.
+    """
 
     buffer: int
     size: tuple[int, ...]
@@ -117,8 +136,8 @@ def operator(function: Callable, arguments: tuple, keywords: dict, made: Callabl
 
 
 def _filled(value: object, bases: Sequence[Tensor | None]) -> Any:
-    """The same with tensors in the place of views."""
-    if isinstance(value, View):
+    """The same with tensors in the place of `View` and `Empty`."""
+    if isinstance(value, (View, Empty)):
         return value.of(bases)
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(part, bases) for part in value)
@@ -135,7 +154,7 @@ class Tape:
     def __init__(
         self,
         steps: Sequence[tuple[Callable[[State], None], Sequence[int]]],
-        results: Sequence[View | None],
+        results: Sequence[View | Empty | None],
         single: bool,
     ) -> None:
         """steps: each with the buffers to let go of after it. results: in the operator's order. single: the operator

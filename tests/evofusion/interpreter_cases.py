@@ -72,8 +72,8 @@ CASES = {
     "pair-weighted averaging": lambda d: cases.pair_weighted_averaging_case(
         d, 6, 5, width=16, pair_width=32, heads=2, inner=32
     ),
-    "pair-weighted averaging by a kernel": lambda d: cases.pair_weighted_averaging_case(
-        d, 11, 19, width=16, pair_width=16, heads=2, inner=32, by_kernel=True
+    "pair-weighted averaging, column dropout": lambda d: cases.pair_weighted_averaging_case(
+        d, 19, 3, width=32, pair_width=16, heads=3, inner=48, shared="col", residual=False
     ),
     "smooth lDDT": lambda d: cases.smooth_lddt_case(d, 37),
     "smooth lDDT without mask": lambda d: cases.smooth_lddt_case(d, 16, masked=False),

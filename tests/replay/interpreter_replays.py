@@ -54,11 +54,14 @@ CASES = {
     "pair-weighted averaging": lambda d: cases.pair_weighted_averaging_case(
         d, 6, 5, width=16, pair_width=32, heads=2, inner=32
     ),
-    "pair-weighted averaging by a kernel": lambda d: cases.pair_weighted_averaging_case(
-        d, 3, 17, width=16, pair_width=16, heads=2, inner=32, by_kernel=True
+    "pair-weighted averaging, column dropout": lambda d: cases.pair_weighted_averaging_case(
+        d, 19, 3, width=32, pair_width=16, heads=3, inner=48, shared="col", residual=False
     ),
     "smooth lDDT": lambda d: cases.smooth_lddt_case(d, 17),
 }
+
+
+ATTENTION = {"attention": True, "attention, strided heads": False}
 
 
 class Launched:
@@ -108,7 +111,7 @@ InterpretedFunction.run = run
 
 def everything(function, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Outputs and gradients."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    leaves = {n: t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for n, t in inputs.items()}
     outs = function(**leaves)
     outs = [outs] if isinstance(outs, torch.Tensor) else list(outs)
     grads = [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype) for out in outs]
@@ -135,10 +138,13 @@ def repeated(function, draws: list[dict[str, torch.Tensor]]) -> dict:
     return {"tapes": len(ran), "wrong": wrong, "problems": problems}
 
 
-def attention(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+def attention(seed: int, biased: bool) -> dict[str, torch.Tensor]:
+    """With a bias; or without one, and heads whose columns do not lie side by side."""
     draw = torch.Generator().manual_seed(seed)
-    shapes = {"q": (1, 2, 2, 20, 16), "k": (1, 2, 2, 20, 16), "v": (1, 2, 2, 20, 16), "bias": (1, 2, 20, 20)}
-    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+    inputs = {name: torch.randn(1, 2, 2, 20, 16, generator=draw).half() for name in "qkv"}
+    if biased:
+        return inputs | {"bias": torch.randn(1, 2, 20, 20, generator=draw).half()}
+    return {name: tensor.mT.contiguous().mT for name, tensor in inputs.items()}
 
 
 if __name__ == "__main__":
@@ -152,5 +158,6 @@ if __name__ == "__main__":
         drawn = [make(cases.Draw(dtype, "cpu", seed)) for seed in (0, 1)]
         # Masks and dropout are the first draw's, as a function of the rest.
         found[name] = repeated(drawn[0].operator, [case.inputs for case in drawn])
-    found["attention"] = repeated(evoflash3d, [attention(torch.float16, seed) for seed in (0, 1)])
+    for name, biased in ATTENTION.items():
+        found[name] = repeated(evoflash3d, [attention(seed, biased) for seed in (0, 1)])
     json.dump(found, sys.stdout)

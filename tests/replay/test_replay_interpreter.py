@@ -20,7 +20,7 @@ def names() -> list[str]:
         for node in ast.parse(SCRIPT.read_text()).body
         if isinstance(node, ast.Assign)
     }
-    return [*(key.value for key in assigned["CASES"].keys), "attention"]
+    return [key.value for listed in ("CASES", "ATTENTION") for key in assigned[listed].keys]
 
 
 @pytest.fixture(scope="module")

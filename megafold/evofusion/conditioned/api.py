@@ -191,6 +191,8 @@ def _parts(name: str, cond: Tensor | Conditioning, x: Tensor) -> tuple[Tensor, T
     for part, t in zip(("cond.normed", "cond.padded"), cond[1:]):
         if t.dtype != dtype:
             refuse(name, part, f"has dtype {t.dtype}", f"{dtype}, what was prepared under the same autocast")
+        if t.device != x.device:
+            refuse(name, part, f"is on {t.device}", f"the device of the first argument, {x.device}")
     return cond
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megafold.evofusion.attention_output.api import gated
-from megafold.evofusion.msa import average
+from megafold.evofusion.msa import average, reference
 from megafold.evofusion.msa.outer_product import outer_product
-from megafold.evofusion.msa.regroup import regroup
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.operator import check_dropped, check_rows, check_tensors, refuse
 
@@ -83,7 +80,6 @@ def pair_weighted_averaging(
     mask: Tensor | None = None,
     dropped: Tensor | None = None,
     residual: bool = True,
-    by_kernel: bool = False,
 ) -> Tensor:
     """AF3 algorithm 10 on a residual stream.
 
@@ -93,8 +89,7 @@ def pair_weighted_averaging(
         values_gates_weight: [2 H E, D]: values of all heads, then gates. bias_weight: [H, C]. out_weight: [D, H E].
         mask: [B, N] bool, True = token is averaged over.
         dropped: the drawn factor of a row- or column-shared dropout: [B, 1, N, D] or [B, S, 1, D].
-        residual: add msa.
-        by_kernel: average in a kernel that reads values where they lie, not in the vendor's products between copies.
+        residual: add msa. Without, the result has the dtype of products.
 
     Returns:
         [B, S, N, D].
@@ -104,7 +99,7 @@ def pair_weighted_averaging(
     """
     name = "pair_weighted_averaging"
     width, pair_width = check_rows(name, "msa", msa, 4), check_rows(name, "pair", pair, 4)
-    batch, depth, size, _ = msa.shape
+    batch, _, size, _ = msa.shape
     heads, inner = bias_weight.shape[0], out_weight.shape[-1]
     if inner % heads:
         refuse(name, "out_weight", f"has {inner} columns", f"a multiple of the {heads} heads of bias_weight")
@@ -121,17 +116,11 @@ def pair_weighted_averaging(
     }
     check_tensors(name, msa, expected)
     check_dropped(name, dropped, msa.shape, msa.device)
-    (values, gates), _ = norm_project(msa, msa_norm_weight, msa_norm_bias, values_gates_weight.chunk(2))
+    if not average.serves(msa, heads, inner):
+        vectors = msa_norm_weight, msa_norm_bias, values_gates_weight, pair_norm_weight, pair_norm_bias
+        return reference.pair_weighted_averaging(msa, pair, *vectors, bias_weight, out_weight, mask, dropped, residual)
     _, logits = norm_project(pair, pair_norm_weight, pair_norm_bias, head_weight=bias_weight)
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
-    weights = logits.softmax(dim=-1).to(values.dtype)
-    values = values.unflatten(-1, (heads, -1))
-    if by_kernel and average.serves(values):
-        averaged = average.average(weights, values).flatten(-2)
-    else:  # one product a head: [N, N] x [N, S E]
-        averaged = regroup((weights @ regroup(values).flatten(-2)).unflatten(-1, (depth, -1))).flatten(-2)
-    out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
-    if dropped is not None:
-        out = out * dropped.to(out.dtype)
-    return msa + out if residual else out
+    parameters = msa_norm_weight, msa_norm_bias, values_gates_weight, out_weight
+    return average.average(msa, logits.softmax(dim=-1), *parameters, dropped, residual)

@@ -1,59 +1,93 @@
-"""Averages of values by head with the weights of pairs, as an operator that PyTorch differentiates."""
+"""What pair-weighted averaging does to an MSA, from the weights on, as an operator that PyTorch differentiates."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megafold.evofusion.operator import uses_kernels
+from megafold.evofusion.operator import dense, is_narrow, product_dtype, uses_kernels
 from megafold.operators import define
 
-
-def average(weights: Tensor, values: Tensor) -> Tensor:
-    """out[b, s, i, h] = sum over j of weights[b, h, i, j] values[b, s, j, h].
-
-    Args:
-        weights: [B, H, N, N]. values: [B, S, N, H, E], in one dtype of the kernels; see `serves`.
-    """
-    return _average_op(weights, values)
+WIDTHS = (16, 32, 64)
+"""Of a head's values, that kernels take."""
 
 
-def serves(values: Tensor) -> bool:
-    """Whether kernels take values [B, S, N, H, E]."""
-    width = values.shape[-1]
-    return uses_kernels(values) and values.numel() > 0 and 16 <= width <= 64 and width & (width - 1) == 0
+def average(
+    msa: Tensor,
+    weights: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    values_gates_weight: Tensor,
+    out_weight: Tensor,
+    dropped: Tensor | None,
+    residual: bool,
+) -> Tensor:
+    """Arguments as of `api.pair_weighted_averaging`, and weights [B, H, N, N]; see `serves`."""
+    vectors = dense(norm_weight, norm_bias)
+    dtype = product_dtype(msa)
+    return _forward_op(
+        msa, weights.to(dtype), *vectors, values_gates_weight, out_weight, dropped, residual, dtype
+    )[0]  # fmt: skip
 
 
-def _forward(weights: Tensor, values: Tensor) -> Tensor:
-    from megafold.evofusion.msa import kernels
+def serves(msa: Tensor, heads: int, inner: int) -> bool:
+    """Whether kernels take an MSA [B, S, N, C] and so many heads with `inner` columns in all."""
+    narrow = is_narrow(msa.shape[-1]) and inner // heads in WIDTHS
+    return uses_kernels(msa) and narrow and msa.numel() > 0
 
-    return kernels.mean(weights, values)
+
+def _forward(*arguments):
+    from megafold.evofusion.msa import launch
+
+    return launch.forward(*arguments)
 
 
-def _gradients(grad: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    from megafold.evofusion.msa import kernels
+def _gradients(*arguments):
+    from megafold.evofusion.msa import launch
 
-    return kernels.gradients(grad, weights, values)
+    return launch.backward(*arguments)
+
+
+def _fake_forward(msa, weights, norm_weight, norm_bias, values_gates_weight, out_weight, dropped, residual, dtype):
+    (batch, depth, size, _), heads, inner = msa.shape, weights.shape[1], out_weight.shape[1]
+    out = msa.new_empty(msa.shape, dtype=msa.dtype if residual else dtype)
+    by_head = (batch, heads, size, depth, inner // heads)
+    gates = msa.new_empty((batch, size, depth, inner), dtype=dtype)
+    return out, msa.new_empty(by_head, dtype=dtype), gates, msa.new_empty(by_head, dtype=dtype)
+
+
+def _fake_gradients(grad_out, *arguments):
+    return tuple(t.new_empty(t.shape) for t in arguments[:6])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.residual, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad):
-    return _average_backward_op(grad, *ctx.saved_tensors)
+def _backward(ctx, grad_out, *_):
+    if grad_out is None:
+        return (None,) * 9
+    return *_backward_op(grad_out, *ctx.saved_tensors, ctx.residual, ctx.dtype), None, None, None
 
 
-_average_backward_op = define(
-    "head_average_backward",
-    "(Tensor grad, Tensor weights, Tensor values) -> (Tensor, Tensor)",
-    _gradients,
-    lambda grad, weights, values: (weights.new_empty(weights.shape), values.new_empty(values.shape)),
+_PARAMETERS = (
+    "Tensor msa, Tensor weights, Tensor norm_weight, Tensor norm_bias, Tensor values_gates_weight, Tensor out_weight, "
+    "Tensor? dropped"
 )
-_average_op = define(
-    "head_average",
-    "(Tensor weights, Tensor values) -> Tensor",
+_OPTIONS = "bool residual, ScalarType dtype"
+_backward_op = define(
+    "pair_weighted_averaging_backward",
+    f"(Tensor grad_out, {_PARAMETERS}, Tensor values, Tensor gates, Tensor averaged, {_OPTIONS}) "
+    f"-> ({', '.join(['Tensor'] * 6)})",
+    _gradients,
+    _fake_gradients,
+)
+_forward_op = define(
+    "pair_weighted_averaging",
+    f"({_PARAMETERS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
-    lambda weights, values: values.new_empty(values.shape),
+    _fake_forward,
     _backward,
     _setup_context,
 )

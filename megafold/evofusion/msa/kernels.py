@@ -1,130 +1,158 @@
-"""Averages of values by head with the weights of pairs: a product over tokens whose columns are those of BLOCK_S
-sequences at once, so that values stay as projections have them, [B, S, N, H, E], and so do averages."""
+"""Kernels around the products of pair-weighted averaging, over sequences of one token at a time.
+
+What is between the kernels lies by token: gates [B, N, S, H E]; and by head and token: values and averages
+[B, H, N, S, E], which are operands of the vendor's products [N, N] x [N, S E] as they stand.
+"""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from megafold import triton_support
-from megafold.evofusion.launch import ceil_div
-from megafold.replay import launch_kernel
-
-MEAN = {"BLOCK_I": 128, "BLOCK_S": 4, "BLOCK_J": 64, "num_warps": 8, "num_stages": 3}
-WEIGHTS = {"BLOCK_I": 128, "BLOCK_J": 128, "BLOCK_S": 2, "num_warps": 8, "num_stages": 3}
-INTERPRETED = {"BLOCK_I": 16, "BLOCK_J": 16, "BLOCK_S": 2, "num_warps": 4, "num_stages": 1}
-PROGRAMS_EACH = 2
-"""Programs for each multiprocessor that the sums over sequences are split for."""
+from megafold.evofusion.tiles import affine, normalize, normalize_gradient, sigmoid
 
 
 @triton.jit
-def _columns(s, S, token, N, h, HEADS, E: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Offsets [tokens, BLOCK_S * E] of a head of sequences from s in [S, N, HEADS, E], and which of them exist."""
-    column = tl.arange(0, BLOCK_S * E)
-    sequence = s + column // E
-    offsets = (sequence.to(tl.int64)[None, :] * N + token[:, None]) * (HEADS * E) + h * E + (column % E)[None, :]
-    return offsets, (sequence < S)[None, :] & (token < N)[:, None]
+def _place(tile, S, N, BLOCK_L: tl.constexpr):
+    """BLOCK_L sequences of a token: structure, token, the first sequence, offsets, and which of them exist."""
+    blocks = tl.cdiv(S, BLOCK_L)
+    token = tile // blocks
+    start = tile % blocks * BLOCK_L
+    at = tl.arange(0, BLOCK_L)
+    return token // N, token % N, start, at, (start + at < S)[:, None]
 
 
 @triton.jit
-def average_kernel(
-    weights, values, out, S, N, HEADS,
-    E: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr, TRANSPOSED: tl.constexpr,
+def _of_msa(b, n, start, at, S, N, WIDTH: tl.constexpr):
+    """Offsets [BLOCK_L, WIDTH] in [B, S, N, WIDTH]."""
+    first = ((b.to(tl.int64) * S + start) * N + n) * WIDTH
+    return first + at.to(tl.int64)[:, None] * (N * WIDTH) + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _by_token(b, n, start, at, column, S, N, WIDTH, BLOCK: tl.constexpr):
+    """Offsets [BLOCK_L, BLOCK] in [B, N, S, WIDTH], columns from `column`."""
+    first = ((b.to(tl.int64) * N + n) * S + start) * WIDTH + column
+    return first + at[:, None] * WIDTH + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _by_head(b, n, start, at, column, S, N, HEADS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets [BLOCK_L, BLOCK] in [B, HEADS, N, S, E], columns (h, e) from `column`."""
+    c = column + tl.arange(0, BLOCK)
+    plane = ((b.to(tl.int64) * HEADS + c // E) * N + n) * S + start
+    return plane[None, :] * E + at[:, None] * E + (c % E)[None, :]
+
+
+@triton.jit
+def _factor(dropped, b, n, start, at, exists, d_b, d_s, d_n, WIDTH: tl.constexpr):
+    """[BLOCK_L, WIDTH] of the dropout factor, whose shared axis has the stride 0."""
+    first = b.to(tl.int64) * d_b + n * d_n + start.to(tl.int64) * d_s
+    pointers = dropped + first + at[:, None] * d_s + tl.arange(0, WIDTH)[None, :]
+    return tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def values_kernel(
+    msa, gamma, beta, w, values, gates, S, N, eps,
+    C: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: out[b, s.., i.., h] = sum over j of weights[b, h, i, j] values[b, s.., j, h].
-
-    TRANSPOSED: weights[b, h, j, i]."""
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    s = tl.program_id(1) * BLOCK_S
-    b, h = tl.program_id(2) // HEADS, tl.program_id(2) % HEADS
-    plane = weights + tl.program_id(2).to(tl.int64) * N * N
-    structure = b.to(tl.int64) * S * N * HEADS * E
-    acc = tl.zeros([BLOCK_I, BLOCK_S * E], tl.float32)
-    for start in range(0, N, BLOCK_J):
-        j = start + tl.arange(0, BLOCK_J)
-        if TRANSPOSED:
-            w = tl.trans(
-                tl.load(plane + j[:, None] * N + i[None, :], mask=(j < N)[:, None] & (i < N)[None, :], other=0.0)
-            )
-        else:
-            w = tl.load(plane + i[:, None] * N + j[None, :], mask=(i < N)[:, None] & (j < N)[None, :], other=0.0)
-        offsets, exists = _columns(s, S, j, N, h, HEADS, E, BLOCK_S)
-        v = tl.load(values + structure + offsets, mask=exists, other=0.0)
-        acc = tl.dot(w, v, acc, input_precision=PRECISION)
-    offsets, exists = _columns(s, S, i, N, h, HEADS, E, BLOCK_S)
-    tl.store(out + structure + offsets, acc.to(out.dtype.element_ty), mask=exists)
+    """Values and gates of a tile. w [2 HEADS E, C]."""
+    b, n, start, at, exists = _place(tl.program_id(0), S, N, BLOCK_L)
+    rows = tl.load(msa + _of_msa(b, n, start, at, S, N, C), mask=exists, other=0.0).to(tl.float32)
+    x_hat, _ = normalize(rows, eps, 1)
+    normed = affine(x_hat, gamma, beta, C, True).to(w.dtype.element_ty)
+    c, o = tl.arange(0, C), tl.arange(0, BLOCK_O)
+    for k in range(0, HEADS * E, BLOCK_O):
+        part = tl.load(w + (k + o)[:, None] * C + c[None, :])
+        y = tl.dot(normed, tl.trans(part), input_precision=PRECISION).to(values.dtype.element_ty)
+        tl.store(values + _by_head(b, n, start, at, k, S, N, HEADS, E, BLOCK_O), y, mask=exists)
+    for k in range(0, HEADS * E, BLOCK_O):
+        part = tl.load(w + (HEADS * E + k + o)[:, None] * C + c[None, :])
+        y = tl.dot(normed, tl.trans(part), input_precision=PRECISION).to(gates.dtype.element_ty)
+        tl.store(gates + _by_token(b, n, start, at, k, S, N, HEADS * E, BLOCK_O), y, mask=exists)
 
 
 @triton.jit
-def average_weights_kernel(
-    grad, values, partial, S, N, HEADS, each,
-    E: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr,
+def output_kernel(
+    averaged, gates, w, dropped, msa, out, d_b, d_s, d_n, S, N,
+    C: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr,
+    HAS_DROPPED: tl.constexpr, RESIDUAL: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of partial[split, b, h]: grad[b, s, i, h] values[b, s, j, h] summed over `each` sequences."""
-    blocks = tl.cdiv(N, BLOCK_J)
-    i = tl.program_id(0) // blocks * BLOCK_I + tl.arange(0, BLOCK_I)
-    j = tl.program_id(0) % blocks * BLOCK_J + tl.arange(0, BLOCK_J)
-    b, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    first = tl.program_id(2) * each
-    structure = b.to(tl.int64) * S * N * HEADS * E
-    acc = tl.zeros([BLOCK_I, BLOCK_J], tl.float32)
-    for s in range(first, tl.minimum(first + each, S), BLOCK_S):
-        offsets, exists = _columns(s, S, i, N, h, HEADS, E, BLOCK_S)
-        g = tl.load(grad + structure + offsets, mask=exists, other=0.0)
-        offsets, exists = _columns(s, S, j, N, h, HEADS, E, BLOCK_S)
-        v = tl.load(values + structure + offsets, mask=exists, other=0.0)
-        acc = tl.dot(g, tl.trans(v), acc, input_precision=PRECISION)
-    plane = partial + (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * N * N
-    tl.store(plane + i[:, None] * N + j[None, :], acc, mask=(i < N)[:, None] & (j < N)[None, :])
+    """A tile of the result. w [C, HEADS E]."""
+    b, n, start, at, exists = _place(tl.program_id(0), S, N, BLOCK_L)
+    c, o = tl.arange(0, C), tl.arange(0, BLOCK_O)
+    acc = tl.zeros([BLOCK_L, C], tl.float32)
+    for k in range(0, HEADS * E, BLOCK_O):
+        value = tl.load(averaged + _by_head(b, n, start, at, k, S, N, HEADS, E, BLOCK_O), mask=exists, other=0.0)
+        gate = tl.load(gates + _by_token(b, n, start, at, k, S, N, HEADS * E, BLOCK_O), mask=exists, other=0.0)
+        value = value.to(tl.float32) * sigmoid(gate.to(tl.float32), FAST)
+        part = tl.load(w + c[None, :] * (HEADS * E) + (k + o)[:, None])
+        acc = tl.dot(value.to(w.dtype.element_ty), part, acc, input_precision=PRECISION)
+    if HAS_DROPPED:
+        acc *= _factor(dropped, b, n, start, at, exists, d_b, d_s, d_n, C)
+    offsets = _of_msa(b, n, start, at, S, N, C)
+    if RESIDUAL:
+        acc += tl.load(msa + offsets, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=exists)
 
 
-def mean(weights: Tensor, values: Tensor) -> Tensor:
-    """[B, S, N, H, E]: values averaged with weights [B, H, N, N]."""
-    return _mean(weights.contiguous(), values.contiguous(), transposed=False)
+@triton.jit
+def output_gradient_kernel(
+    grad_out, averaged, gates, w, dropped, grad_averaged, grad_gates, partial, d_b, d_s, d_n, S, N, tiles, programs,
+    C: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr,
+    STAGES: tl.constexpr, HAS_DROPPED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_O columns of every `programs`-th tile of the gradients of averages and of gates, and of the program's share
+    partial[program] of the weight's gradient [C, HEADS E], fp32."""
+    pid, k = tl.program_id(0), tl.program_id(1) * BLOCK_O
+    c, o = tl.arange(0, C), tl.arange(0, BLOCK_O)
+    of_weight = c[:, None] * (HEADS * E) + (k + o)[None, :]
+    part = tl.load(w + of_weight)
+    acc = tl.zeros([C, BLOCK_O], tl.float32)
+    for step in tl.range(0, tl.cdiv(tiles - pid, programs), num_stages=STAGES):
+        b, n, start, at, exists = _place(pid + step * programs, S, N, BLOCK_L)
+        by_head = _by_head(b, n, start, at, k, S, N, HEADS, E, BLOCK_O)
+        by_token = _by_token(b, n, start, at, k, S, N, HEADS * E, BLOCK_O)
+        y = tl.load(grad_out + _of_msa(b, n, start, at, S, N, C), mask=exists, other=0.0)
+        value = tl.load(averaged + by_head, mask=exists, other=0.0).to(tl.float32)
+        gate = sigmoid(tl.load(gates + by_token, mask=exists, other=0.0).to(tl.float32), FAST)
+        if HAS_DROPPED:
+            y = y.to(tl.float32) * _factor(dropped, b, n, start, at, exists, d_b, d_s, d_n, C)
+        y = y.to(w.dtype.element_ty)
+        grad = tl.dot(y, part, input_precision=PRECISION)
+        value *= gate
+        acc = tl.dot(tl.trans(y), value.to(w.dtype.element_ty), acc, input_precision=PRECISION)
+        of_gate = grad * value * (1.0 - gate)
+        tl.store(grad_gates + by_token, of_gate.to(grad_gates.dtype.element_ty), mask=exists)
+        tl.store(grad_averaged + by_head, (grad * gate).to(grad_averaged.dtype.element_ty), mask=exists)
+    tl.store(partial + pid.to(tl.int64) * (C * HEADS * E) + of_weight, acc)
 
 
-def gradients(grad: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of weights and values."""
-    grad, weights, values = grad.contiguous(), weights.contiguous(), values.contiguous()
-    batch, depth, size, heads, width = values.shape
-    config = _config(WEIGHTS, values)
-    tiles = ceil_div(size, config["BLOCK_I"]) * ceil_div(size, config["BLOCK_J"])
-    programs = PROGRAMS_EACH * triton_support.multiprocessors(values.device)
-    splits = max(1, min(ceil_div(programs, tiles * batch * heads), depth // (4 * config["BLOCK_S"])))
-    each = ceil_div(ceil_div(depth, splits), config["BLOCK_S"]) * config["BLOCK_S"]
-    splits = ceil_div(depth, each)
-    partial = weights.new_empty((splits, *weights.shape), dtype=torch.float32)
-    with triton_support.device_guard(values.device):
-        launch_kernel(
-            average_weights_kernel, (tiles, batch * heads, splits),
-            grad, values, partial, depth, size, heads, each, E=width, PRECISION=triton_support.float32_precision(),
-            **config,
-        )  # fmt: skip
-    total = partial[0] if splits == 1 else partial.sum(0)
-    return total.to(weights.dtype), _mean(weights, grad, transposed=True)
-
-
-def _mean(weights: Tensor, values: Tensor, transposed: bool) -> Tensor:
-    batch, depth, size, heads, width = values.shape
-    out, config = values.new_empty(values.shape), _config(MEAN, values)
-    grid = ceil_div(size, config["BLOCK_I"]), ceil_div(depth, config["BLOCK_S"]), batch * heads
-    with triton_support.device_guard(values.device):
-        launch_kernel(
-            average_kernel, grid,
-            weights, values, out, depth, size, heads, E=width, TRANSPOSED=transposed,
-            PRECISION=triton_support.float32_precision(), **config,
-        )  # fmt: skip
-    return out
-
-
-def _config(config: dict[str, int], values: Tensor) -> dict[str, int]:
-    """For tiles as wide as heads of 32 in 16 bits make them."""
-    if values.device.type == "cpu":
-        return INTERPRETED
-    sequences = max(1, config["BLOCK_S"] * 32 // values.shape[-1])
-    if values.dtype != torch.float32:
-        return config | {"BLOCK_S": sequences}
-    return config | {"BLOCK_S": max(1, sequences // 2), "BLOCK_I": 64, "BLOCK_J": 32, "num_stages": 2}
+@triton.jit
+def input_gradient_kernel(
+    grad_values, grad_gates, msa, gamma, w, grad_out, grad_msa, x_hats, S, N, eps,
+    C: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_O: tl.constexpr,
+    RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient of the MSA, with RESIDUAL plus grad_out; and its normalised rows, by token."""
+    b, n, start, at, exists = _place(tl.program_id(0), S, N, BLOCK_L)
+    c, o = tl.arange(0, C), tl.arange(0, BLOCK_O)
+    grad = tl.zeros([BLOCK_L, C], tl.float32)
+    for k in range(0, HEADS * E, BLOCK_O):
+        y = tl.load(grad_values + _by_head(b, n, start, at, k, S, N, HEADS, E, BLOCK_O), mask=exists, other=0.0)
+        part = tl.load(w + (k + o)[:, None] * C + c[None, :])
+        grad = tl.dot(y, part, grad, input_precision=PRECISION)
+    for k in range(0, HEADS * E, BLOCK_O):
+        y = tl.load(grad_gates + _by_token(b, n, start, at, k, S, N, HEADS * E, BLOCK_O), mask=exists, other=0.0)
+        part = tl.load(w + (HEADS * E + k + o)[:, None] * C + c[None, :])
+        grad = tl.dot(y, part, grad, input_precision=PRECISION)
+    offsets = _of_msa(b, n, start, at, S, N, C)
+    x_hat, rstd = normalize(tl.load(msa + offsets, mask=exists, other=0.0).to(tl.float32), eps, 1)
+    tl.store(x_hats + _by_token(b, n, start, at, 0, S, N, C, C), x_hat.to(x_hats.dtype.element_ty), mask=exists)
+    grad *= tl.load(gamma + c).to(tl.float32)[None, :]
+    grad = normalize_gradient(grad, x_hat, rstd, 1)
+    if RESIDUAL:
+        grad += tl.load(grad_out + offsets, mask=exists, other=0.0).to(tl.float32)
+    tl.store(grad_msa + offsets, grad.to(grad_msa.dtype.element_ty), mask=exists)
