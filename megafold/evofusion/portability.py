@@ -114,6 +114,16 @@ KERNELS = {
         {**HEADS, "OTHER": True, "WIDE": "width"},
         resident="resident_gradient_kernel",
     ),
+    **{
+        f"pair_weighted_{name}": Kernel(
+            "msa.kernels",
+            f"{name}_kernel",
+            AVERAGED,
+            {"C": "head", "HEADS": 8, "E": 32, "HAS_DROPPED": True, "RESIDUAL": True},
+            {"partial": "*fp32:16"},
+        )
+        for name in ("values", "output", "output_gradient", "input_gradient")
+    },
     "transition": Kernel("transition.kernels", "transition_kernel", TRANSITION, {**SHARED, "NORM": True}),
     "transition_gradient": Kernel(
         "transition.kernels",
@@ -203,24 +213,6 @@ FIXED = {
             {},
         )
         for name, block in (("fold_all", 16), ("finish", 8))
-    },
-    **{
-        f"pair_weighted_{name}": (
-            Kernel(
-                "msa.kernels",
-                f"{name}_kernel",
-                AVERAGED,
-                {"C": 64, "HEADS": 8, "E": 32, "HAS_DROPPED": True, "RESIDUAL": True},
-                {"partial": "*fp32:16"},
-            ),
-            {"block_l": 64, "block_o": block_o, "num_warps": 4, "num_stages": num_stages},
-        )
-        for name, block_o, num_stages in (
-            ("values", 64, 3),
-            ("output", 64, 3),
-            ("output_gradient", 32, 2),
-            ("input_gradient", 64, 3),
-        )
     },
     "weight_gradient_by_head": (
         Kernel(

@@ -27,6 +27,7 @@ WORK: dict[str, Callable[[Draw], Case]] = {
     "adaptive_norm": lambda draw: cases.adaptive_norm_case(draw, (48, 8 * TOKENS)),
     "condition_gate": lambda draw: cases.condition_gate_case(draw, (48, 8 * TOKENS)),
     "windowed_attention": lambda draw: cases.windowed_attention_case(draw, 8 * TOKENS, batch=48),
+    "pair_weighted": lambda draw: cases.pair_weighted_averaging_case(draw, TOKENS, TOKENS),
     "smooth_lddt": lambda draw: cases.smooth_lddt_case(draw, 8 * TOKENS, batch=4),
 }
 

@@ -6,26 +6,13 @@ import torch
 from torch import Tensor
 
 from megafold import triton_support
-from megafold.evofusion.launch import EPS, block, ceil_div, shared_strides
+from megafold.evofusion.launch import EPS, block, ceil_div, configuration, options, shared_strides
 from megafold.evofusion.msa import kernels
 from megafold.evofusion.vendor_product import multiply
 from megafold.evofusion.weight_finish import gradients
 from megafold.evofusion.weight_gradient import Operand, Rows, by_rows
 from megafold.evofusion.weights import prepared
 from megafold.replay import launch_kernel
-
-TILES = {"16": {"BLOCK_L": 64, "BLOCK_O": 64}, "32": {"BLOCK_L": 32, "BLOCK_O": 32}}
-"""Of the kernels with a program for each tile, for products in 16 bit and in fp32."""
-
-GRADIENT_TILES = {"16": {"BLOCK_L": 64, "BLOCK_O": 32}, "32": {"BLOCK_L": 32, "BLOCK_O": 32}}
-"""Of the kernel whose programs go from tile to tile."""
-
-INTERPRETED = {"BLOCK_L": 16, "BLOCK_O": 16}
-
-PROGRAMS, STAGES = 3, 2
-"""Programs that stay on a multiprocessor, and tiles of each on their way."""
-
-OPTIONS = {"num_warps": 4, "num_stages": 3}
 
 
 class Call:
@@ -37,41 +24,43 @@ class Call:
         self.heads, self.inner = weights.shape[1], out_weight.shape[1]
         self.dropped = None if dropped is None else dropped.contiguous()
 
-    def run(self, kernel, *arguments: object, **constants: object) -> None:
-        """Launch a kernel with a program for each tile; sizes follow `arguments`."""
-        tiles, found = self._tiles(TILES)
+    def run(self, name: str, *arguments: object, **constants: object) -> None:
+        """Launch the kernel of a name with a program for each tile; sizes follow `arguments`."""
+        kernel, (config, tiles, found) = getattr(kernels, f"{name}_kernel"), self._tiles(name)
         found |= {"FAST": triton_support.takes_ptx(self.device)} if "FAST" in kernel.arg_names else {}
         eps = (EPS,) if "eps" in kernel.arg_names else ()
-        launch_kernel(kernel, (tiles,), *arguments, self.depth, self.size, *eps, **found, **constants, **OPTIONS)
+        sizes = self.depth, self.size, *eps
+        launch_kernel(kernel, (tiles,), *arguments, *sizes, **found, **constants, **options(config))
 
     def output_gradient(self, grad_out: Tensor, averaged: Tensor, gates: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         """Gradients of averages, of gates and, in fp32, of the weight w [C, I]."""
-        tiles, constants = self._tiles(GRADIENT_TILES)
+        config, tiles, constants = self._tiles("output_gradient")
         grad_averaged, grad_gates = self.by_head(), self.by_token(self.inner)
         blocks = self.inner // constants["BLOCK_O"]
-        programs = min(tiles, ceil_div(PROGRAMS * triton_support.multiprocessors(self.device), blocks))
+        resident = config.get("programs", 2) * triton_support.multiprocessors(self.device)
+        programs = min(tiles, ceil_div(resident, blocks))
         partial = torch.empty((programs, self.width, self.inner), device=self.device, dtype=torch.float32)
         factor, strides, flags = self.drop(grad_out)
         launch_kernel(
             kernels.output_gradient_kernel, (programs, blocks),
             grad_out, averaged, gates, w, *factor, grad_averaged, grad_gates, partial, *strides, self.depth, self.size,
-            tiles, programs, FAST=triton_support.takes_ptx(self.device), STAGES=STAGES, **constants, **flags, **OPTIONS,
+            tiles, programs, FAST=triton_support.takes_ptx(self.device), STAGES=config["num_stages"], **constants,
+            **flags, **options(config),
         )  # fmt: skip
         return grad_averaged, grad_gates, partial.sum(0)
 
-    def _tiles(self, blocks: dict[str, dict[str, int]]) -> tuple[int, dict[str, object]]:
-        """How many there are, and what kernels over them are compiled for."""
-        bits = "32" if self.dtype == torch.float32 else "16"
-        config = INTERPRETED if self.device.type == "cpu" else blocks[bits]
+    def _tiles(self, name: str) -> tuple[dict, int, dict[str, object]]:
+        """A kernel's configuration, how many tiles there are, and what it is compiled for."""
+        config = configuration(f"pair_weighted_{name}", self.dtype, self.device)
         constants = {
-            "BLOCK_L": config["BLOCK_L"],
-            "BLOCK_O": block(config, "BLOCK_O", self.inner),
+            "BLOCK_L": config["block_l"],
+            "BLOCK_O": block(config, "block_o", self.inner),
             "C": self.width,
             "HEADS": self.heads,
             "E": self.inner // self.heads,
             "PRECISION": triton_support.float32_precision(),
         }
-        return self.batch * self.size * ceil_div(self.depth, config["BLOCK_L"]), constants
+        return config, self.batch * self.size * ceil_div(self.depth, config["block_l"]), constants
 
     def drop(self, beside: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int, int], dict[str, bool]]:
         """The dropout factor, or `beside` in its place; its strides; and whether it is there."""
@@ -107,11 +96,11 @@ def forward(
     with triton_support.device_guard(msa.device):
         w, w_out = prepared(dtype, values_gates_weight, out_weight)
         values, gates, averaged = call.by_head(), call.by_token(call.inner), call.by_head()
-        call.run(kernels.values_kernel, msa, norm_weight, norm_bias, w, values, gates)
+        call.run("values", msa, norm_weight, norm_bias, w, values, gates)
         multiply(weights.flatten(0, 1), values.flatten(3).flatten(0, 1), out=averaged.flatten(3).flatten(0, 1))
         out = torch.empty_like(msa, dtype=msa.dtype if residual else dtype)
         factor, strides, flags = call.drop(msa)
-        call.run(kernels.output_kernel, averaged, gates, w_out, *factor, msa, out, *strides, **flags, RESIDUAL=residual)
+        call.run("output", averaged, gates, w_out, *factor, msa, out, *strides, **flags, RESIDUAL=residual)
     return out, values, gates, averaged
 
 
@@ -145,7 +134,7 @@ def backward(
         del grad_averaged, of_plane
         grad_msa, x_hat = torch.empty_like(msa), call.by_token(call.width)
         call.run(
-            kernels.input_gradient_kernel, grad_values, grad_gates, msa, norm_weight, w, grad_out, grad_msa, x_hat,
+            "input_gradient", grad_values, grad_gates, msa, norm_weight, w, grad_out, grad_msa, x_hat,
             RESIDUAL=residual,
         )  # fmt: skip
         rows = Rows(call.batch, 1, call.size * call.depth, 2 * call.inner, call.width, call.device, dtype)
