@@ -12,7 +12,7 @@ from megafold.evofusion import cases
 from megafold.evofusion.cases import Case, Draw
 from megafold.evofusion.launch import configuration, overridden
 from megafold.evofusion.verify import CASES, COORDINATES
-from megafold.testing import gradients_by_name
+from megafold.testing import gradients_by_name, relative_error, rounding_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -306,6 +306,22 @@ def test_more_than_two_to_the_31_elements():
     (dx,) = torch.autograd.grad(out, x, grad)
     assert torch.equal(dx[:, -1024:], small["dx"])
     assert not dx[:, :-1024].any()
+
+
+def test_pair_weighted_averaging_with_values_beyond_two_to_the_31():
+    """[1, H, N, S, E] has more than 2^31 elements; the last sequences must be what they are without the others."""
+    depth, size = 8400, 1001
+    case = cases.pair_weighted_averaging_case(Draw(BF16, "cuda"), depth, size, width=16, pair_width=16)
+    assert case.inputs["out_weight"].shape[1] * depth * size > 2**31
+    msa = case.inputs["msa"].requires_grad_()
+    last = msa.detach()[:, -64:].clone().requires_grad_()
+    out, alone = (case.operator(**(case.inputs | {"msa": x})) for x in (msa, last))
+    assert relative_error(out[:, -64:].detach(), alone.detach()) < 2 * rounding_step(BF16)
+    grad = torch.zeros_like(out)
+    grad[:, -64:] = drawn = torch.randn_like(alone)
+    (of_all,), (of_last,) = torch.autograd.grad(out, msa, grad), torch.autograd.grad(alone, last, drawn)
+    assert relative_error(of_all[:, -64:], of_last) < 2 * rounding_step(BF16)
+    assert not of_all[:, :-64].any()
 
 
 def test_triangle_multiplication_with_operands_beyond_two_to_the_31():

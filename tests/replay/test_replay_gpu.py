@@ -155,7 +155,7 @@ def test_a_graph_of_repeated_calls(repeats):
     assert same(found, wanted)
 
 
-def test_precision_and_devices_are_part_of_a_signature(repeats):
+def test_precision_is_part_of_a_signature(repeats):
     case = cases.norm_project_case(Draw(torch.float32, "cuda"), (1, 40, 40))
     for _ in range(3):
         exact = everything(case.operator, case.inputs)
@@ -189,3 +189,34 @@ def test_a_call_that_fails_for_want_of_memory_leaves_nothing_behind(repeats):
         with ordinary():
             wanted = case.operator(**case.inputs)
         assert torch.equal(case.operator(**case.inputs), wanted)
+
+
+def test_repeated_calls_run_on_the_stream_of_their_caller(repeats):
+    case = cases.transition_case(Draw(torch.bfloat16, "cuda"), (3, 4000))
+    x = case.inputs["x"].clone()
+    with ordinary():
+        wanted = everything(case.operator, case.inputs)
+    for _ in range(2):
+        everything(case.operator, case.inputs)
+    del repeats[:]
+    slow = torch.randn(6000, 6000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        case.inputs["x"].zero_()
+        for _ in range(20):  # so long that what runs on another stream finds zeros
+            slow = slow @ slow * 1e-3
+        case.inputs["x"].copy_(x)
+        found = everything(case.operator, case.inputs)
+    torch.cuda.synchronize()
+    assert len(repeats) == 2
+    assert same(found, wanted)
+
+
+def test_compiled_functions_repeat_their_operators(repeats):
+    case = cases.attention_output_case(Draw(torch.bfloat16, "cuda"), (1, 24, 40), shared="col")
+    with ordinary():
+        wanted = everything(case.operator, case.inputs)
+    compiled = torch.compile(case.operator, backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        assert same(everything(compiled, case.inputs), wanted)
+    assert len(repeats) >= 2
