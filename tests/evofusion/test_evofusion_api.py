@@ -10,7 +10,7 @@ from megafold.evofusion.attention_output.api import attention_output
 from megafold.evofusion.cases import Draw
 from megafold.evofusion.conditioned.api import Conditioning, adaptive_norm, condition_gate, prepare
 from megafold.evofusion.msa.api import outer_product_mean, pair_weighted_averaging
-from megafold.evofusion.msa.outer_product import in_chunks
+from megafold.evofusion.msa.regroup import regroup
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.smooth_lddt.api import smooth_lddt_loss
 from megafold.evofusion.transition.api import transition
@@ -122,11 +122,16 @@ def test_the_chunked_loss_holds_no_tensor_of_all_pairs(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [8, 3], ids=["16 bytes", "6 bytes"])
-def test_dimensions_are_exchanged_in_chunks(width):
-    x = torch.randn(2, 3, 4, width).bfloat16()
-    out = in_chunks(x, 1, 2)
-    assert out.is_contiguous() and torch.equal(out, x.transpose(1, 2))
-    assert torch.equal(in_chunks(out.transpose(0, 1), 0, 1), out)
+def test_values_are_regrouped_and_lead_back(width):
+    x = torch.randn(2, 3, 4, 5, width).bfloat16().requires_grad_()
+    out = regroup(x)
+    assert out.is_contiguous()
+    assert torch.equal(out, x.permute(0, 3, 2, 1, 4))
+    assert torch.equal(regroup(out), x)
+    cotangent = torch.randn(out.shape).bfloat16()
+    (grad,) = torch.autograd.grad(out, x, cotangent)
+    assert torch.equal(grad, cotangent.permute(0, 3, 2, 1, 4))
+    torch.library.opcheck(torch.ops.megafold.regroup.default, (torch.randn(1, 2, 3, 2, width).requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", ["smooth_lddt", "outer_product_mean"])

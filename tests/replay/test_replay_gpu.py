@@ -35,6 +35,7 @@ OPERATORS = {
     "windowed attention": lambda d: cases.windowed_attention_case(d, 100, masked=True),
     "outer product mean": lambda d: cases.outer_product_mean_case(d, 16, 24, masked=True),
     "pair-weighted averaging": lambda d: cases.pair_weighted_averaging_case(d, 24, 40),
+    "pair-weighted averaging, narrow heads": lambda d: cases.pair_weighted_averaging_case(d, 24, 40, inner=64),
     "smooth lDDT": lambda d: cases.smooth_lddt_case(d, 100),
 }
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megafold.evofusion.msa import average, reference
+from megafold.evofusion.attention_output.api import gated
+from megafold.evofusion.msa import average
 from megafold.evofusion.msa.outer_product import outer_product
+from megafold.evofusion.msa.regroup import regroup
 from megafold.evofusion.norm_project.api import norm_project
 from megafold.evofusion.operator import check_dropped, check_rows, check_tensors, refuse
 
@@ -99,7 +102,7 @@ def pair_weighted_averaging(
     """
     name = "pair_weighted_averaging"
     width, pair_width = check_rows(name, "msa", msa, 4), check_rows(name, "pair", pair, 4)
-    batch, _, size, _ = msa.shape
+    batch, depth, size, _ = msa.shape
     heads, inner = bias_weight.shape[0], out_weight.shape[-1]
     if inner % heads:
         refuse(name, "out_weight", f"has {inner} columns", f"a multiple of the {heads} heads of bias_weight")
@@ -116,11 +119,19 @@ def pair_weighted_averaging(
     }
     check_tensors(name, msa, expected)
     check_dropped(name, dropped, msa.shape, msa.device)
-    if not average.serves(msa, heads, inner):
-        vectors = msa_norm_weight, msa_norm_bias, values_gates_weight, pair_norm_weight, pair_norm_bias
-        return reference.pair_weighted_averaging(msa, pair, *vectors, bias_weight, out_weight, mask, dropped, residual)
     _, logits = norm_project(pair, pair_norm_weight, pair_norm_bias, head_weight=bias_weight)
     if mask is not None:
         logits = logits.masked_fill(~mask[:, None, None, :], torch.finfo(logits.dtype).min)
-    parameters = msa_norm_weight, msa_norm_bias, values_gates_weight, out_weight
-    return average.average(msa, logits.softmax(dim=-1), *parameters, dropped, residual)
+    weights = logits.softmax(dim=-1)
+    if average.serves(msa, heads, inner):
+        parameters = msa_norm_weight, msa_norm_bias, values_gates_weight, out_weight
+        return average.average(msa, weights, *parameters, dropped, residual)
+    (values, gates), _ = norm_project(msa, msa_norm_weight, msa_norm_bias, values_gates_weight.chunk(2))
+    # One product a head: [N, N] x [N, S E].
+    values = regroup(values.unflatten(-1, (heads, -1)))
+    averaged = weights.to(values.dtype) @ values.flatten(-2)
+    averaged = regroup(averaged.unflatten(-1, (depth, -1))).flatten(-2)
+    out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
+    if dropped is not None:
+        out = out * dropped.to(out.dtype)
+    return msa + out if residual else out

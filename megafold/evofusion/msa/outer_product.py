@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megafold.evofusion.msa.regroup import in_chunks
 from megafold.operators import define
 
 CHUNK_ELEMENTS = 1 << 25
@@ -29,14 +30,6 @@ def _chunks(a: Tensor, b: Tensor) -> Iterator[slice]:
     (rows, hidden), size = a.shape[2:], b.shape[2]
     step = max(1, CHUNK_ELEMENTS // max(1, size * hidden * hidden))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def in_chunks(x: Tensor, first: int, second: int) -> Tensor:
-    """x with two dimensions but the last exchanged, contiguous, copied 16 bytes at a time where its rows have them."""
-    x = x.contiguous()
-    if x.shape[-1] * x.itemsize % 16 == 0 and x.storage_offset() * x.itemsize % 16 == 0:
-        return x.view(torch.complex128).transpose(first, second).contiguous().view(x.dtype)
-    return x.transpose(first, second).contiguous()
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
