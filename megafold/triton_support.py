@@ -83,7 +83,8 @@ def table_architecture(name: str) -> str:
 def load_table(package: str, arch: str) -> dict:
     """The table of launch configurations of a kernel package for an architecture.
 
-    With `MEGAFOLD_TABLES=DIR`, a table that `megafold tune` wrote to DIR/<package>/<arch>.json comes first.
+    With `MEGAFOLD_TABLES=DIR`, a table that `megafold tune` wrote to DIR/<package>/<arch>.json comes first; for kernels
+    that it does not know, since they are younger, the shipped one.
 
     Args:
         package: name under megafold/, such as "evoflash3d". arch: a name from `architecture`.
@@ -93,9 +94,11 @@ def load_table(package: str, arch: str) -> dict:
     """
     arch = table_architecture(arch)
     own = os.environ.get("MEGAFOLD_TABLES")
+    shipped = shipped_table(package, arch)
     if own and (path := Path(own) / package / f"{arch}.json").is_file():
-        return json.loads(path.read_text())
-    return shipped_table(package, arch)
+        table = json.loads(path.read_text())
+        return table | {"configs": shipped["configs"] | table["configs"]}
+    return shipped
 
 
 def shipped_table(package: str, arch: str) -> dict:

@@ -301,19 +301,22 @@ def pair_weighted_averaging_case(
     pair_width: int = 128,
     heads: int = 8,
     inner: int = 256,
-    shared: str = "row",
+    batch: int = 1,
+    masked: bool = True,
+    shared: str | None = "row",
     residual: bool = True,
 ) -> Case:
-    """AF3 algorithm 10, with a mask; `shared`: "row" or "col" dropout."""
-    inputs = {"msa": draw.normal(1, depth, size, width), "pair": draw.normal(1, size, size, pair_width)}
+    """AF3 algorithm 10; `shared`: "row" or "col" dropout."""
+    inputs = {"msa": draw.normal(batch, depth, size, width), "pair": draw.normal(batch, size, size, pair_width)}
     inputs |= dict(zip(("msa_norm_weight", "msa_norm_bias"), draw.norm(width)))
     inputs |= {"values_gates_weight": draw.weight(2 * inner, width)}
     inputs |= dict(zip(("pair_norm_weight", "pair_norm_bias"), draw.norm(pair_width)))
     inputs |= {"bias_weight": draw.weight(heads, pair_width), "out_weight": draw.weight(width, inner)}
-    mask = draw.keep(1, size)
-    mask[:, 0] = True
-    shape = {"row": (1, 1, size, width), "col": (1, depth, 1, width)}[shared]
-    fixed = {"mask": mask, "dropped": draw.dropped(*shape), "residual": residual}
+    mask = draw.keep(batch, size) if masked else None
+    if mask is not None:
+        mask[:, 0] = True
+    shape = {"row": (batch, 1, size, width), "col": (batch, depth, 1, width)}.get(shared)
+    fixed = {"mask": mask, "dropped": None if shape is None else draw.dropped(*shape), "residual": residual}
     return Case(
         lambda **t: pair_weighted_averaging(**t, **fixed),
         lambda **t: msa_reference.pair_weighted_averaging(**t, **fixed),

@@ -214,17 +214,20 @@ FIXED = {
         )
         for name, block in (("fold_all", 16), ("finish", 8))
     },
-    "weight_gradient_by_head": (
-        Kernel(
-            "weight_gradient",
-            "weight_gradient_kernel",
-            ("a0", "a1", "a2", "a3", "x"),
-            {"BLOCK_C": 64, "EVEN_O": True, "NORM": False, "A_COLUMNS": False, "X_COLUMNS": False}
-            | {"COUNT": 1, "FLAT": True, "SUMS": True, "A_SIDE": 32},
-            {"partial": "*fp32:16"},
-        ),
-        {"block_l": 64, "block_o": 64, "num_warps": 4, "num_stages": 3},
-    ),
+    **{
+        name: (
+            Kernel(
+                "weight_gradient",
+                "weight_gradient_kernel",
+                ("a0", "a1", "a2", "a3", "x"),
+                {"BLOCK_C": 64, "EVEN_O": True, "NORM": False, "A_COLUMNS": False, "X_COLUMNS": False}
+                | {"COUNT": 1, "FLAT": flat, "SUMS": True, "A_SIDE": 32},
+                {"partial": "*fp32:16"},
+            ),
+            {"block_l": 64, "block_o": 64, "num_warps": 4, "num_stages": 3},
+        )
+        for name, flat in (("weight_gradient_by_head", True), ("weight_gradients_by_head", False))
+    },
     **{
         name: (
             Kernel("weight_finish", "finish_kernel", FINISHED, {**NORMS, **flags, **blocks}, SHARES, matrix=False),

@@ -6,6 +6,7 @@ compiles every dtype and width.
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -62,3 +63,15 @@ def test_table_is_complete_and_says_where_it_comes_from(arch):
     for kernel, by_bits in table["configs"].items():
         assert set(by_bits) == ({"32"} if kernel.startswith("smooth_lddt") else {"16", "32"})
         assert all({"num_warps", "num_stages"} <= set(config) for config in by_bits.values())
+
+
+def test_a_table_that_was_tuned_before_a_kernel_existed_is_filled_up(tmp_path, monkeypatch):
+    table = triton_support.shipped_table("evofusion", "sm_90")
+    new = table["configs"].pop("pair_weighted_output")
+    table["configs"]["transition"]["16"]["block_l"] = 32
+    (tmp_path / "evofusion").mkdir()
+    (tmp_path / "evofusion" / "sm_90.json").write_text(json.dumps(table))
+    monkeypatch.setenv("MEGAFOLD_TABLES", str(tmp_path))
+    found = triton_support.load_table.__wrapped__("evofusion", "sm_90")
+    assert found["configs"]["pair_weighted_output"] == new
+    assert found["configs"]["transition"]["16"]["block_l"] == 32

@@ -57,6 +57,9 @@ CASES = {
     "pair-weighted averaging, narrow heads": lambda d: cases.pair_weighted_averaging_case(
         d, 4, 5, width=16, pair_width=16, heads=2, inner=16
     ),
+    "pair-weighted averaging, two structures, no mask, no dropout": lambda d: cases.pair_weighted_averaging_case(
+        d, 19, 3, width=16, pair_width=16, heads=3, inner=48, batch=2, masked=False, shared=None
+    ),
     "pair-weighted averaging, column dropout": lambda d: cases.pair_weighted_averaging_case(
         d, 19, 3, width=32, pair_width=16, heads=3, inner=48, shared="col", residual=False
     ),

@@ -91,7 +91,7 @@ def pair_weighted_averaging(
         msa_norm_weight, msa_norm_bias: [D]. pair_norm_weight, pair_norm_bias: [C] (eps 1e-5).
         values_gates_weight: [2 H E, D]: values of all heads, then gates. bias_weight: [H, C]. out_weight: [D, H E].
         mask: [B, N] bool, True = token is averaged over.
-        dropped: the drawn factor of a row- or column-shared dropout: [B, 1, N, D] or [B, S, 1, D].
+        dropped: the drawn factor of a row- or column-shared dropout: [B, 1, N, D] or [B, S, 1, D]; it gets no gradient.
         residual: add msa. Without, the result has the dtype of products.
 
     Returns:
@@ -99,6 +99,7 @@ def pair_weighted_averaging(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or device; it names the argument and what is allowed.
+        NotImplementedError: in a backward of the backward.
     """
     name = "pair_weighted_averaging"
     width, pair_width = check_rows(name, "msa", msa, 4), check_rows(name, "pair", pair, 4)
@@ -133,5 +134,5 @@ def pair_weighted_averaging(
     averaged = regroup(averaged.unflatten(-1, (depth, -1))).flatten(-2)
     out = F.linear(gated(averaged, gates), out_weight.to(averaged.dtype))
     if dropped is not None:
-        out = out * dropped.to(out.dtype)
-    return msa + out if residual else out
+        out = out * dropped.detach().to(out.dtype)
+    return (msa + out).to(msa.dtype) if residual else out

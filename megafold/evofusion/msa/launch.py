@@ -98,7 +98,7 @@ def forward(
         values, gates, averaged = call.by_head(), call.by_token(call.inner), call.by_head()
         call.run("values", msa, norm_weight, norm_bias, w, values, gates)
         multiply(weights.flatten(0, 1), values.flatten(3).flatten(0, 1), out=averaged.flatten(3).flatten(0, 1))
-        out = torch.empty_like(msa, dtype=msa.dtype if residual else dtype)
+        out = msa.new_empty(msa.shape, dtype=msa.dtype if residual else dtype)
         factor, strides, flags = call.drop(msa)
         call.run("output", averaged, gates, w_out, *factor, msa, out, *strides, **flags, RESIDUAL=residual)
     return out, values, gates, averaged
@@ -127,12 +127,12 @@ def backward(
         grad_averaged, grad_gates, of_weight = call.output_gradient(grad_out, averaged, gates, w_out)
         # A head: [N, S E] from [N, N] x [N, S E], and [N, N] from [N, S E] x [S E, N].
         plane, of_plane = weights.flatten(0, 1), grad_averaged.flatten(3).flatten(0, 1)
-        grad_weights = torch.empty_like(weights)
+        grad_weights = weights.new_empty(weights.shape)
         multiply(of_plane, values.flatten(3).flatten(0, 1).mT, out=grad_weights.flatten(0, 1))
         grad_values = call.by_head()
         multiply(plane.mT, of_plane, out=grad_values.flatten(3).flatten(0, 1))
         del grad_averaged, of_plane
-        grad_msa, x_hat = torch.empty_like(msa), call.by_token(call.width)
+        grad_msa, x_hat = msa.new_empty(msa.shape), call.by_token(call.width)
         call.run(
             "input_gradient", grad_values, grad_gates, msa, norm_weight, w, grad_out, grad_msa, x_hat,
             RESIDUAL=residual,
