@@ -190,14 +190,10 @@ def query_gradient(
         return as_like(dq, q)
     programs = triton.cdiv(problem.NQ, config["block_i"]) * problem.R * problem.H * problem.B
     launch_kernel(
-        queries_kernel,
-        (programs,),
-        **problem.arguments(config, few_keys(gradients), tiled_statistics=False),
-        FEW=problem.NK <= FEW_KEYS,
-        dq=dq,
-        **problem.strides("dq", dq),
-        **options(config),
-    )
+        queries_kernel, (programs,),
+        **problem.arguments(config, few_keys(gradients), tiled_statistics=False), FEW=problem.NK <= FEW_KEYS, dq=dq,
+        **problem.strides("dq", dq), **options(config),
+    )  # fmt: skip
     return as_like(dq, q)
 
 
@@ -239,15 +235,9 @@ def sum_of_chunks(partial: Tensor, dtype: torch.dtype) -> Tensor:
     total = partial.new_empty(partial.shape[1:], dtype=dtype)
     block = 1024
     launch_kernel(
-        sum_kernel,
-        (triton.cdiv(total.numel(), block),),
-        partial=partial,
-        total=total,
-        size=total.numel(),
-        CHUNKS=partial.shape[0],
-        BLOCK=block,
-        num_warps=4,
-    )
+        sum_kernel, (triton.cdiv(total.numel(), block),),
+        partial=partial, total=total, size=total.numel(), CHUNKS=partial.shape[0], BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return total
 
 

@@ -165,15 +165,9 @@ def gradients(
     norms = [torch.empty_like(t) for t in (gamma, beta) if t is not None and sum(normed)]
     if norms:
         launch_kernel(
-            finish_norm_kernel,
-            (ceil_div(width, NORM_BLOCK["BLOCK_C"]), len(norms)),
-            shares,
-            norms[0],
-            norms[-1],
-            sum(normed),
-            width,
-            **NORM_BLOCK,
-        )
+            finish_norm_kernel, (ceil_div(width, NORM_BLOCK["BLOCK_C"]), len(norms)),
+            shares, norms[0], norms[-1], sum(normed), width, **NORM_BLOCK,
+        )  # fmt: skip
     return Gradients(grads, of_bias, norms)
 
 

@@ -54,19 +54,9 @@ def adaptive_norm(
         pre = _normed(cond, normed, dtype) @ folded((gamma_weight, beta_weight), cond_norm_weight, dtype).mT
         block_l, block_c = whole_rows(width)
         launch_kernel(
-            row_kernels.scale_shift_kernel,
-            (ceil_div(rows, block_l),),
-            x,
-            pre,
-            gamma_bias,
-            out,
-            rows,
-            width,
-            EPS,
-            BLOCK_L=block_l,
-            BLOCK_C=block_c,
-            num_warps=4,
-        )
+            row_kernels.scale_shift_kernel, (ceil_div(rows, block_l),),
+            x, pre, gamma_bias, out, rows, width, EPS, BLOCK_L=block_l, BLOCK_C=block_c, num_warps=4,
+        )  # fmt: skip
     return out, pre
 
 

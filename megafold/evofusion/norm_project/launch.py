@@ -65,17 +65,9 @@ def forward(
             constants |= {"STAGES": config["num_stages"]}
             del constants["BLOCK_O"]
             launch_kernel(
-                kernels.resident_project_kernel,
-                (programs,),
-                *arguments,
-                *rows,
-                heads,
-                length,
-                tiles,
-                programs,
-                EPS,
-                **constants,
-            )
+                kernels.resident_project_kernel, (programs,),
+                *arguments, *rows, heads, length, tiles, programs, EPS, **constants,
+            )  # fmt: skip
         else:
             launch_kernel(kernels.project_kernel, (tiles,), *arguments, *rows, heads, length, EPS, **constants)
     return (*rows, heads)

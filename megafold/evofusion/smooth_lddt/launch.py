@@ -25,17 +25,9 @@ def sums(
     counts = pred.new_empty((pred.shape[0], blocks), dtype=torch.int32)
     with triton_support.device_guard(pred.device):
         launch_kernel(
-            kernels.score_kernel,
-            (totals.numel(),),
-            *inputs,
-            totals,
-            counts,
-            pred.shape[1],
-            blocks,
-            nucleic_acid_cutoff,
-            other_cutoff,
-            **keywords,
-        )
+            kernels.score_kernel, (totals.numel(),),
+            *inputs, totals, counts, pred.shape[1], blocks, nucleic_acid_cutoff, other_cutoff, **keywords,
+        )  # fmt: skip
     return totals.sum(1), counts.sum(1)
 
 
@@ -53,17 +45,9 @@ def gradient(
     grad = torch.empty_like(inputs[0])
     with triton_support.device_guard(pred.device):
         launch_kernel(
-            kernels.gradient_kernel,
-            (pred.shape[0] * blocks,),
-            scale.contiguous(),
-            *inputs,
-            grad,
-            pred.shape[1],
-            blocks,
-            nucleic_acid_cutoff,
-            other_cutoff,
-            **keywords,
-        )
+            kernels.gradient_kernel, (pred.shape[0] * blocks,),
+            scale.contiguous(), *inputs, grad, pred.shape[1], blocks, nucleic_acid_cutoff, other_cutoff, **keywords,
+        )  # fmt: skip
     return grad
 
 

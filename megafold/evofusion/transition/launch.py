@@ -62,16 +62,9 @@ def forward(
             hopper.transition(*flat, norm_weight is not None, residual, **config["gluon"])
             return out, x.new_empty(0, dtype=dtype)
         launch_kernel(
-            kernels.transition_kernel,
-            (ceil_div(rows, config["block_l"]),),
-            *pointers,
-            rows,
-            in_weight.shape[0] // 2,
-            EPS,
-            RESIDUAL=residual,
-            **constants,
-            **options(config),
-        )
+            kernels.transition_kernel, (ceil_div(rows, config["block_l"]),),
+            *pointers, rows, in_weight.shape[0] // 2, EPS, RESIDUAL=residual, **constants, **options(config),
+        )  # fmt: skip
     return out, x.new_empty(0, dtype=dtype)
 
 
@@ -252,16 +245,9 @@ def _swiglu(pre: Tensor) -> Tensor:
     rows, inner = pre.shape[0], pre.shape[1] // 2
     hidden = pre.new_empty((rows, inner))
     launch_kernel(
-        row_kernels.swiglu_kernel,
-        (ceil_div(rows, 4), ceil_div(inner, 512)),
-        pre,
-        hidden,
-        rows,
-        inner,
-        BLOCK_L=4,
-        BLOCK_C=512,
-        num_warps=4,
-    )
+        row_kernels.swiglu_kernel, (ceil_div(rows, 4), ceil_div(inner, 512)),
+        pre, hidden, rows, inner, BLOCK_L=4, BLOCK_C=512, num_warps=4,
+    )  # fmt: skip
     return hidden
 
 
@@ -273,18 +259,9 @@ def _wide_backward(grad_out, x, norm_weight, norm_bias, in_weight, out_weight, p
     grad_pre, hidden = torch.empty_like(pre), torch.empty_like(grad_hidden)
     rows, full = hidden.shape
     launch_kernel(
-        row_kernels.swiglu_gradient_kernel,
-        (ceil_div(rows, 4), ceil_div(full, 512)),
-        pre,
-        grad_hidden,
-        grad_pre,
-        hidden,
-        rows,
-        full,
-        BLOCK_L=4,
-        BLOCK_C=512,
-        num_warps=4,
-    )
+        row_kernels.swiglu_gradient_kernel, (ceil_div(rows, 4), ceil_div(full, 512)),
+        pre, grad_hidden, grad_pre, hidden, rows, full, BLOCK_L=4, BLOCK_C=512, num_warps=4,
+    )  # fmt: skip
     grad_out_weight = (upstream.mT @ hidden)[:width, :inner]
     source = _wide_input(x, norm, dtype)
     products = grad_pre.mT @ source

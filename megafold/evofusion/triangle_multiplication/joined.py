@@ -108,16 +108,9 @@ def fold_all(weights: tuple[Tensor, ...], norms: tuple[Tensor, ...], dtype: torc
     w = torch.empty((13 * width, width), device=weights[0].device, dtype=dtype)
     shift = torch.empty(6 * width, device=w.device, dtype=torch.float32)
     launch_kernel(
-        fold_all_kernel,
-        (6 * width // ROWS,),
-        *(weight.contiguous() for weight in weights),
-        *norms,
-        *split(w),
-        shift,
-        C=width,
-        BLOCK=ROWS,
-        num_warps=4,
-    )
+        fold_all_kernel, (6 * width // ROWS,),
+        *(weight.contiguous() for weight in weights), *norms, *split(w), shift, C=width, BLOCK=ROWS, num_warps=4,
+    )  # fmt: skip
     return w, shift
 
 

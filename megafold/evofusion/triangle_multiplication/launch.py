@@ -159,17 +159,9 @@ class Call:
         """Run one of the normalising kernels; returns 1 / std [B, T, P]."""
         rstd = torch.empty((self.batch, self.tall, self.padded), device=self.x.device, dtype=torch.float32)
         launch_kernel(
-            kernel,
-            (self._tiles(NORMALIZED_PAIRS),),
-            source,
-            out,
-            rstd,
-            *self.sizes,
-            EPS,
-            C=self.width,
-            BLOCK_L=NORMALIZED_PAIRS,
-            num_warps=4,
-        )
+            kernel, (self._tiles(NORMALIZED_PAIRS),),
+            source, out, rstd, *self.sizes, EPS, C=self.width, BLOCK_L=NORMALIZED_PAIRS, num_warps=4,
+        )  # fmt: skip
         return rstd
 
     def project(self, gamma: Tensor, beta: Tensor, operands: Tensor, first: int = 0) -> None:
@@ -301,18 +293,9 @@ class Call:
             self._gate_gradient(grads, x_hat, w, shift)
             grid, keywords = self._each("input_gradient", self.width)
             launch_kernel(
-                kernels.input_gradient_kernel,
-                grid,
-                grad_out,
-                x_hat,
-                rstd,
-                w,
-                grads,
-                grad_x,
-                *self.sizes,
-                RESIDUAL=residual,
-                **keywords,
-            )
+                kernels.input_gradient_kernel, grid,
+                grad_out, x_hat, rstd, w, grads, grad_x, *self.sizes, RESIDUAL=residual, **keywords,
+            )  # fmt: skip
         # The ones behind x_hat make the sums over the rows in the same product.
         products = _summed(product_over_rows(g.flatten(1).mT, h.flatten(0, 1)) for g, h in zip(grads, x_hat))
         return grad_x, (products[:, : self.width], products[:, self.width : self.width + 1])
