@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from megafold.errors import InputError
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942")
 """Architectures with a shipped table of launch configurations."""
 
@@ -91,14 +93,26 @@ def load_table(package: str, arch: str) -> dict:
 
     Returns:
         {"architecture": ..., "source": how the configurations were chosen, "configs": ...}.
+
+    Raises:
+        InputError: the table in DIR is not one.
     """
     arch = table_architecture(arch)
     own = os.environ.get("MEGAFOLD_TABLES")
     shipped = shipped_table(package, arch)
     if own and (path := Path(own) / package / f"{arch}.json").is_file():
-        table = json.loads(path.read_text())
-        return table | {"configs": shipped["configs"] | table["configs"]}
+        return _filled_up(path, shipped)
     return shipped
+
+
+def _filled_up(path: Path, shipped: dict) -> dict:
+    try:
+        table = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(path, "", f"is no JSON ({error}); `megafold tune` writes such tables") from None
+    if not isinstance(table, dict) or not isinstance(table.get("configs"), dict):
+        raise InputError(path, "configs", "is missing; `megafold tune` writes such tables")
+    return table | {"configs": shipped["configs"] | table["configs"]}
 
 
 def shipped_table(package: str, arch: str) -> dict:

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from megafold import triton_support
+from megafold.errors import InputError
 from megafold.evofusion import portability
 from megafold.evofusion.attention_output import kernels, launch
 from megafold.evofusion.launch import configuration
@@ -75,3 +76,20 @@ def test_a_table_that_was_tuned_before_a_kernel_existed_is_filled_up(tmp_path, m
     found = triton_support.load_table.__wrapped__("evofusion", "sm_90")
     assert found["configs"]["pair_weighted_output"] == new
     assert found["configs"]["transition"]["16"]["block_l"] == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"architecture": "sm_90"', "sm_90.json: is no JSON"),
+        ('{"architecture": "sm_90"}', "sm_90.json: configs: is missing"),
+    ],
+    ids=["broken", "empty"],
+)
+def test_a_table_that_is_none_is_refused_in_one_line(tmp_path, monkeypatch, text, told):
+    (tmp_path / "evofusion").mkdir()
+    (tmp_path / "evofusion" / "sm_90.json").write_text(text)
+    monkeypatch.setenv("MEGAFOLD_TABLES", str(tmp_path))
+    with pytest.raises(InputError, match=told) as error:
+        triton_support.load_table.__wrapped__("evofusion", "sm_90")
+    assert "\n" not in str(error.value)
