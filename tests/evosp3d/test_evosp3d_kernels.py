@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +11,8 @@ SCRIPT = Path(__file__).with_name("interpreted_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[str]]:
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=400, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def results(printed_by) -> dict[str, list[str]]:
+    return printed_by(SCRIPT)
 
 
 @pytest.mark.interpreter

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,11 +20,8 @@ def names() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2])}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def results(printed_by) -> dict[str, dict]:
+    return printed_by(SCRIPT)
 
 
 @pytest.mark.interpreter
