@@ -46,7 +46,7 @@ COORDINATES = "smooth lDDT"
 
 
 def verify(device: torch.device | str) -> list[CheckResult]:
-    """Compare outputs and gradients with float64 under the error budget, and two runs with each other.
+    """Compare outputs and gradients with float64 under the error budget, and three runs with each other.
 
     Args:
         device: where to run; on a CPU, or without a supported Triton, the references run and fewer cases are checked.

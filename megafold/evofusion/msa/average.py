@@ -22,11 +22,9 @@ def average(
     residual: bool,
 ) -> Tensor:
     """Arguments as of `api.pair_weighted_averaging`, and weights [B, H, N, N]; see `serves`."""
-    vectors = dense(norm_weight, norm_bias)
-    dtype = product_dtype(msa)
-    return _forward_op(
-        msa, weights.to(dtype), *vectors, values_gates_weight, out_weight, dropped, residual, dtype
-    )[0]  # fmt: skip
+    dtype, vectors = product_dtype(msa), dense(norm_weight, norm_bias)
+    tensors = msa, weights.to(dtype), *vectors, values_gates_weight, out_weight, dropped
+    return _forward_op(*tensors, residual, dtype)[0]
 
 
 def serves(msa: Tensor, heads: int, inner: int) -> bool:
